@@ -38,7 +38,7 @@ from fsdp_dynamo.module_tree import is_unit
 
 
 def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
-    """Raise for a parameter that cannot travel in the formats of its unit."""
+    """Raise if a parameter cannot be sent in its unit's ``collective_precision``."""
     precision = config.collective_precision
     if precision is None:
         return
@@ -58,7 +58,7 @@ def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
 
 
 def _refuse_flat_reductions(config: UnitConfig, precision: CollectivePrecision, fqn: str) -> None:
-    """Raise if gradients would be reduced in a format by several ranks on each of several nodes."""
+    """Raise if several ranks of each node would send encoded gradients to other nodes."""
     groups, is_whole = config.groups, config.strategy is ShardingStrategy.NO_SHARD
     reduced_by = {"all_reduce": groups.shard if is_whole else groups.replicate}
     if not is_whole and groups.hierarchy is None:
@@ -80,7 +80,7 @@ _TRAVEL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_module(module: object) -> None:
-    """Raise unless ``module`` is a module that is not wrapped yet."""
+    """Raise unless ``module`` is a module that is not a unit yet."""
     if is_unit(module):
         raise FSDPStateError(
             "argument 'module': expected a module that is no unit yet, got a unit "
@@ -98,7 +98,7 @@ def check_module(module: object) -> None:
 
 
 def without_forward(module: object) -> FSDPTypeError:
-    """The error for a container, which is never called."""
+    """Error for a container, whose forward is never called."""
     return FSDPTypeError(
         f"argument 'module': expected a module with a forward, got {type(module).__name__}. Wrap "
         "or shard the modules in it, one by one."
@@ -106,7 +106,7 @@ def without_forward(module: object) -> FSDPTypeError:
 
 
 def warn_of_containers(owned: Mapping[nn.Module, Sized]) -> None:
-    """Warn of units without a forward that have parameters: nothing would unshard these."""
+    """Warn of containers that are units with parameters: no forward would unshard them."""
     for module, parameters in owned.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(parameters):
             warnings.warn(
@@ -117,19 +117,18 @@ def warn_of_containers(owned: Mapping[nn.Module, Sized]) -> None:
 
 
 MAX_PADDING = 0.25
-"""Part of a unit's parameters that padding may take without a warning."""
+"""Share of a unit's bytes that padding may take without a warning."""
 FREE_PADDING_BYTES = 1 << 20
-"""Padding that is not worth one."""
+"""Padding below this size never warns."""
 
 
 def warn_of_padding(
     params: Mapping[str, OriginalParameter], config: UnitConfig, num_shards: int
 ) -> None:
-    """Warn where many parameters of a unit have fewer rows than there are ranks.
+    """Warn if padding makes a unit much larger, as parameters with few rows do.
 
     Args:
-        params: of the unit, by FQN.
-        config: of the unit.
+        params: the unit's parameters by FQN.
         num_shards: ranks that share them.
     """
     if config.strategy is ShardingStrategy.NO_SHARD or not params:
@@ -152,9 +151,11 @@ def warn_of_padding(
 
 
 def _padding_bytes(original: OriginalParameter, num_shards: int, is_divided: bool) -> int:
-    """Bytes of shards beyond the parameter's own.
+    """Bytes of padding in all shards of a parameter.
 
-    ``is_divided``: whether rows that do not divide by ``num_shards`` are divided nevertheless.
+    Args:
+        is_divided: whether rows that ``num_shards`` does not divide are padded; otherwise such a
+            parameter is replicated.
     """
     param = local_of(original.param)
     size = param.shape[original.dim] if param.dim() else 1
@@ -165,7 +166,7 @@ def _padding_bytes(original: OriginalParameter, num_shards: int, is_divided: boo
 
 
 def check_whole_units(root: nn.Module) -> None:
-    """Raise if a unit of several modules has only some of them below a root."""
+    """Raise if only some modules of a multi-module unit are below ``root``."""
     below = set(root.modules())
     for unit in units_in(root):
         if not below.issuperset(unit.modules):
@@ -177,9 +178,9 @@ def check_whole_units(root: nn.Module) -> None:
 
 
 def check_inference(module: nn.Module) -> None:
-    """Raise inside ``torch.inference_mode()``, or for parameters that were made there.
+    """Raise inside ``torch.inference_mode()``, and for parameters that were made there.
 
-    What the unit writes in place later cannot be an inference tensor.
+    The unit writes to its tensors in place later, which inference tensors forbid.
     """
     made = next((fqn for fqn, param in module.named_parameters() if param.is_inference()), None)
     if made is not None or torch.is_inference_mode_enabled():
@@ -192,7 +193,7 @@ def check_inference(module: nn.Module) -> None:
 
 
 def check_init_fn(param_init_fn: object) -> None:
-    """Raise for an initialisation that cannot be called."""
+    """Raise if ``param_init_fn`` is not callable."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise FSDPValueError(
             "argument 'param_init_fn': expected a function of a module, or None, got "
@@ -201,7 +202,7 @@ def check_init_fn(param_init_fn: object) -> None:
 
 
 def device_of(device_id: object) -> torch.device | None:
-    """The device that ``device_id`` names: an accelerator's number, a device, or its name."""
+    """Device named by ``device_id``: an accelerator's index, a device or its name."""
     if isinstance(device_id, int) and not isinstance(device_id, bool):
         return torch.device("cuda", device_id)
     if isinstance(device_id, str):
@@ -215,19 +216,19 @@ def device_of(device_id: object) -> torch.device | None:
 
 
 def strategy_of(strategy: object | None) -> ShardingStrategy:
-    """The requested strategy; FULL_SHARD by default."""
+    """Requested strategy; FULL_SHARD by default."""
     if strategy is None:
         return ShardingStrategy.FULL_SHARD
     return coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
 
 
 def effective_strategy(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
-    """The strategy in force: NO_SHARD in a group of one rank."""
+    """Strategy in force: NO_SHARD in a group of one rank."""
     return ShardingStrategy.NO_SHARD if groups.shard.size() == 1 else strategy
 
 
 def warn_of_one_rank(strategy: ShardingStrategy, groups: Groups) -> None:
-    """Warn where a strategy shards over one rank."""
+    """Warn if the strategy would shard over one rank."""
     if effective_strategy(strategy, groups) is not strategy:
         warnings.warn(
             f"the process group has one rank: NO_SHARD in place of {strategy.name}", stacklevel=4
@@ -235,7 +236,7 @@ def warn_of_one_rank(strategy: ShardingStrategy, groups: Groups) -> None:
 
 
 def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
-    """A strategy that a policy gives one module; replicas are a matter of the whole model."""
+    """Strategy that a policy gives one module; replicas must match the root's."""
     strategy = strategy_of(value)
     if _ranks_of(strategy) != _ranks_of(config.strategy) and (
         strategy is not ShardingStrategy.NO_SHARD
@@ -249,12 +250,12 @@ def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
 
 
 def _ranks_of(strategy: ShardingStrategy) -> tuple[bool, bool]:
-    """Which dimensions of ranks a strategy needs."""
+    """Whether a strategy needs replicas, and whether it needs a hierarchy."""
     return strategy.is_hybrid, strategy.is_hierarchical
 
 
 def cpu_offload_of(cpu_offload: object | None) -> CPUOffload:
-    """``cpu_offload`` as our ``CPUOffload``; accepts upstream's dataclass of that name."""
+    """Return ``cpu_offload`` as our ``CPUOffload``; torch's dataclass is accepted."""
     if cpu_offload is None:
         return CPUOffload()
     wanted = getattr(cpu_offload, "offload_params", None)
@@ -279,7 +280,7 @@ def offloads(cpu_offload: CPUOffload, device: torch.device) -> bool:
 
 
 def prefetch_of(backward_prefetch: object | None) -> BackwardPrefetch | None:
-    """``backward_prefetch`` as our enum; accepts upstream's."""
+    """Return ``backward_prefetch`` as our enum; torch's enum is accepted."""
     if backward_prefetch is None:
         return None
     return coerce_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
@@ -288,7 +289,7 @@ def prefetch_of(backward_prefetch: object | None) -> BackwardPrefetch | None:
 def warn_of_cpu_start(
     module: nn.Module, group: dist.ProcessGroup, device_id: torch.device | None
 ) -> None:
-    """Warn where a module is on the CPU, the group is not, and nothing says to move it."""
+    """Warn if the module is on the CPU, the group cannot use it, and no ``device_id`` is given."""
     first = next(module.parameters(), None)
     if device_id is not None or first is None or first.device.type != "cpu":
         return
@@ -301,7 +302,7 @@ def warn_of_cpu_start(
 
 
 def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
-    """A target's configuration: the root's, with what a policy's dict changes."""
+    """Configuration of a module chosen by a policy: the root's with the policy's changes."""
     known: dict[str, Callable[[Any], dict[str, Any]]] = {
         "sharding_strategy": lambda v: {"strategy": _strategy_of_target(v, config)},
         "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
@@ -321,7 +322,7 @@ def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
 
 
 def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
-    """The dtype that a unit casts its floating-point inputs to; ``None``: not cast."""
+    """Dtype that a unit casts its floating-point inputs to; ``None``: not cast."""
     precision = unit.config.precision
     if precision is None or precision.param_dtype is None:
         return None
@@ -342,7 +343,7 @@ def note_use_dtensor(given: bool | None) -> None:
 
 
 # -- fsdp2 arguments -------------------------------------------------------------------------------
-# Arguments of ``fully_shard`` that are FSDP2's, as those of the wrapper.
+# Translate FSDP2's arguments of ``fully_shard`` into the wrapper's arguments.
 
 
 PlacementFn = Callable[[nn.Parameter], object]
@@ -351,7 +352,7 @@ PlacementFn = Callable[[nn.Parameter], object]
 def strategy_for(
     strategy: ShardingStrategy | None, reshard_after_forward: object, mesh: DeviceMesh | None
 ) -> object | None:
-    """The strategy requested by any of the arguments of ``fully_shard``."""
+    """Return the strategy that ``strategy`` or ``reshard_after_forward`` requests."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise FSDPTypeError(
             f"argument 'mesh': expected a DeviceMesh, got {mesh!r}. Make one by "
@@ -378,12 +379,12 @@ def strategy_for(
 def ranks_after_forward(
     reshard_after_forward: object, mesh: DeviceMesh | None, group: object
 ) -> int | None:
-    """The number of ranks that hold a unit between its forward and its backward.
+    """Number of ranks that share a unit between forward and backward, if the user gives one.
 
-    ``None``: all or none, as the strategy says.
+    Returns ``None`` where the strategy decides: all ranks, or this rank alone.
 
     Raises:
-        FSDPValueError: it does not divide the number of shards.
+        FSDPValueError: the number does not divide the number of shards.
     """
     if isinstance(reshard_after_forward, bool) or not isinstance(reshard_after_forward, int):
         return None
@@ -402,10 +403,10 @@ def ranks_after_forward(
 
 
 def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
-    """The precision requested of ``fully_shard``, by our argument or by upstream's.
+    """Return ``mixed_precision``, or ``mp_policy`` as a ``MixedPrecision``.
 
-    ``mp_policy`` is a ``torch.distributed.fsdp.MixedPrecisionPolicy``: no module keeps its own
-    precision, and all units treat their inputs alike.
+    Unlike FSDP1's, a ``MixedPrecisionPolicy`` exempts no class of modules, and the root casts its
+    inputs as all units do.
     """
     if mp_policy is None:
         return mixed_precision
@@ -428,10 +429,10 @@ def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
 
 
 def keeps_dtype(param: nn.Parameter, fqn: str, precision: MixedPrecision | None) -> bool:
-    """Whether a ``MixedPrecisionPolicy`` lets a parameter compute in its own dtype.
+    """Whether ``param_dtype_override_fn`` lets a parameter compute in its own dtype.
 
     Raises:
-        FSDPValueError: its function gives a dtype that is neither that nor ``param_dtype``.
+        FSDPValueError: the function returned a third dtype.
     """
     if precision is None or precision._param_dtype_override_fn is None:
         return False
@@ -448,7 +449,7 @@ def keeps_dtype(param: nn.Parameter, fqn: str, precision: MixedPrecision | None)
 
 
 def offload_for(cpu_offload: CPUOffload | None, offload_policy: object | None) -> object | None:
-    """The offload requested, by our argument or by upstream's ``OffloadPolicy``."""
+    """Return ``cpu_offload``, or FSDP2's ``offload_policy`` as a ``CPUOffload``."""
     if offload_policy is None:
         return cpu_offload
     kind = type(offload_policy).__name__
@@ -462,16 +463,14 @@ def offload_for(cpu_offload: CPUOffload | None, offload_policy: object | None) -
 
 
 def dim_of(placement: object, param: nn.Parameter, fqn: str, num_shards: int) -> int:
-    """The dimension along which a parameter is to be sharded.
+    """Dimension along which a parameter is sharded.
 
     Args:
-        placement: what the user's function says of it; ``None`` and ``Shard`` may come of it.
-        param: that is to be sharded.
-        fqn: of it.
-        num_shards: ranks that share it.
+        placement: result of ``shard_placement_fn`` for it.
+        num_shards: ranks that share the parameter.
 
     Raises:
-        UnsupportedError: another placement, or a dimension but the first that does not divide.
+        UnsupportedError: another placement, or ranks do not divide a dimension other than 0.
     """
     if placement is None or placement == Shard(0):
         return 0
@@ -492,7 +491,7 @@ def dim_of(placement: object, param: nn.Parameter, fqn: str, num_shards: int) ->
 
 
 def outermost_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules of a list that are not inside another one of it, each once."""
+    """Modules of a list that are not inside another module of the list, each once."""
     given = list(dict.fromkeys(modules))
     inner = {below for module in given for below in module.modules() if below is not module}
     return [module for module in given if module not in inner]

@@ -1,8 +1,8 @@
-"""fully_shard: units without a wrapper, on the same core.
+"""fully_shard: make modules units in place, without a wrapper.
 
-The module stays the user's object and keeps its attributes, FQNs and hooks; its class becomes a
-subclass made of ``FSDPModule`` and its own. The unit's hooks run around the whole call, the user's
-forward hooks inside, as with the wrapper.
+A module stays the same object and keeps its attributes, FQNs and hooks. Its class becomes a
+subclass of ``FSDPModule`` and of its previous class. The unit's hooks run around the whole call and
+the user's forward hooks inside, as with the wrapper.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ _SHARDED = settings_of(
     ShardedStateDictConfig(shares_memory=True),
     ShardedOptimStateDictConfig(shares_memory=True),
 )
-"""Settings of state dicts with DTensors, as FSDP2's are."""
+"""State dicts contain DTensors that share the parameters' memory, as FSDP2's do."""
 
 
 class FSDPModule(UnitModule, TorchFSDPModule):
-    """Methods that ``fully_shard`` adds to a module's class.
+    """Methods that ``fully_shard`` adds to a module.
 
-    An instance of ``torch.distributed.fsdp.FSDPModule``, too, whose methods they are.
+    Also a subclass of ``torch.distributed.fsdp.FSDPModule``, so that ``isinstance`` checks of other
+    libraries hold.
     """
 
     _fsdp_entry = "_call_impl"
@@ -178,10 +179,10 @@ def fully_shard(
 
 
 def _target_of(module: nn.Module) -> nn.Module:
-    """The module to shard, of a compiled one what is compiled.
+    """Return the module to shard; below a ``torch.compile``, the compiled module.
 
     Raises:
-        FSDPError: it cannot be a unit.
+        FSDPError: a subclass; the module cannot be a unit.
     """
     target: nn.Module = module
     if isinstance(module, torch._dynamo.OptimizedModule):
@@ -205,7 +206,7 @@ def _check_list(modules: Sequence[nn.Module], policy: object) -> None:
 
 
 def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None) -> None:
-    """Make one unit of modules that are beside each other."""
+    """Make one unit of one or several modules."""
     targets = outermost_of(map(_target_of, modules))
     made = construct(targets[0] if len(targets) == 1 else Together(targets), given)
     for unit in made.units.values():
@@ -215,7 +216,7 @@ def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None
             owner.__class__ = _class_for(type(owner))
             assert isinstance(owner, FSDPModule)
             owner._fsdp_setup(unit, made.ignored, may_compile=True)
-            # module.compile() of before would run without the hooks: they run around it.
+            # An earlier module.compile() would bypass the hooks. Run its result inside them.
             owner._fsdp_compiled_before = owner.__dict__.pop("_compiled_call_impl", None)
             let_pipelines_end_backwards(owner)
     assert isinstance(targets[0], FSDPModule)
@@ -226,7 +227,7 @@ def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None
 
 
 def _keep_compiled(module: torch._dynamo.OptimizedModule) -> None:
-    """Let a module that was compiled before run compiled, with the unit's hooks around it."""
+    """Run a module that was compiled before as one graph, with the unit's hooks around it."""
     target = module._orig_mod
     if isinstance(target, FSDPModule):
         body = compiled_as_one_graph(module, target._fsdp_body(), target._fsdp_unit.shapes)
@@ -238,15 +239,14 @@ def _keep_compiled(module: torch._dynamo.OptimizedModule) -> None:
 def replicate(module: nn.Module, **arguments: Any) -> nn.Module:
     """Make a module a unit whose parameters stay whole and whose gradients are averaged.
 
-    Below a module of ``fully_shard`` it is a unit like any other: its subtree is left out of those
-    above it. Call it first.
+    Call it before ``fully_shard``. Below a module of ``fully_shard`` it is a nested unit.
 
     Args:
-        module: the module.
-        arguments: those of ``fully_shard`` but ``strategy`` and ``reshard_after_forward``.
+        module: module to replicate.
+        arguments: arguments of ``fully_shard`` except ``strategy`` and ``reshard_after_forward``.
 
     Returns:
-        The same object.
+        The same module.
 
     Raises:
         FSDPError: see ``fully_shard``.
@@ -259,9 +259,9 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _class_for(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a module's class that is a unit.
+    """Return the unit subclass of a module's class.
 
-    All modules of a class have one, since Dynamo tells them apart by class.
+    There is one per class, since Dynamo's guards compare classes.
     """
     if cls not in _classes:
 
@@ -276,15 +276,15 @@ def _class_for(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _compiled_forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    """Forward of a class of torch.nn, in a frame that Dynamo compiles.
+    """Wrap the forward of a class of torch.nn in a frame that Dynamo compiles.
 
-    Dynamo would put a frame of its own around the whole call: one for all models of a process,
-    which would share its limit of graphs.
+    Dynamo skips torch.nn's own frames. It would compile its frame around the whole call instead,
+    which all models of a process share, along with its recompile limit.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(self, *args, **kwargs)
 
-    # By the name of the code Dynamo looks up which sizes have changed.
+    # Dynamo remembers which sizes are dynamic by the name of the code object.
     forward.__code__ = forward.__code__.replace(co_name=f"{cls.__name__}_forward")
     return wraps(cls.forward)(forward)

@@ -1,4 +1,4 @@
-"""From a module and the user's arguments to units, for the wrapper and for ``fully_shard``."""
+"""Shared constructor of ``FSDP`` and ``fully_shard``: check arguments, choose units, build them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from fsdp_dynamo.wrap.deferred_init import InitialValues, device_for
 from fsdp_dynamo.wrap_policy import Targets, run_policy
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-"""Upstream's environment variable: ``1``: modules that evaluate leave ``MixedPrecision`` out."""
+"""FSDP1's environment variable: ``1`` makes evaluation ignore ``MixedPrecision``."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Constructed:
-    """New units, already sharded; modules are not changed in any other respect.
+    """New units, sharded; modules are otherwise unchanged.
 
     Attributes:
         units: by their outermost module, the root's first.
-        ignored: what was left alone.
+        ignored: modules and parameters that the units do not manage.
     """
 
     units: dict[nn.Module, Unit]
@@ -95,15 +95,15 @@ class Constructed:
 
 
 def construct(module: nn.Module, given: Arguments) -> Constructed:
-    """Check all arguments, then shard the parameters of ``module`` and of what a policy finds.
+    """Check all arguments, then shard the parameters of ``module``.
 
     Args:
-        module: the root of the new units.
+        module: module of the outermost new unit.
         given: the user's arguments.
 
     Raises:
-        FSDPError: one of its subclasses, before anything is changed; but where an initialisation
-            fails after units have their values, these are sharded: build the model anew.
+        FSDPError: a subclass, before anything is changed. If deferred initialization fails halfway,
+            however, some units are sharded already and the model must be built anew.
     """
     arguments.check_whole_units(module)
     arguments.check_inference(module)
@@ -157,7 +157,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Checked arguments: units to build, what is ignored, and where values come from."""
+    """Checked arguments: the units to build and where their values come from."""
 
     planned: build.Planned
     ignored: build.Ignored
@@ -166,14 +166,14 @@ class _Plan:
     values: InitialValues
 
     def config_of(self, owner: nn.Module) -> UnitConfig:
-        """The configuration of a unit."""
+        """Configuration of the unit whose outermost module is ``owner``."""
         return self.chosen.configs.get(owner, self.config)
 
 
 def _placements(
     placement_fn: PlacementFn | None, planned: build.Planned, groups: Groups
 ) -> dict[str, object]:
-    """Answers of the user's function for each parameter, by FQN, the same on all ranks."""
+    """Results of the user's ``shard_placement_fn`` by FQN, compared between ranks."""
     if placement_fn is None:
         return {}
     placements = {
@@ -229,12 +229,11 @@ def _plan(
 
 
 # -- unit choice -----------------------------------------------------------------------------------
-# Modules below the root that become units of their own: a policy's, and those in full precision.
+# Modules below the root become units if a policy chooses them, or if they keep full precision.
 #
-# Under mixed precision some classes of modules (``_module_classes_to_ignore``: batch norms)
-# compute in their own data type. Where a policy chooses units they are units of their own, as
-# upstream's are; elsewhere they stay in their unit, in a flat parameter of their own
-# (``wrap/build.py``).
+# Under mixed precision some classes (``_module_classes_to_ignore``: batch norms) compute in their
+# own dtype. With a policy such modules are units of their own, as in FSDP1. Without a policy they
+# stay in their unit, but have a flat parameter of their own (``wrap/build.py``).
 
 
 @dataclass
@@ -242,8 +241,8 @@ class Chosen:
     """Units below the root.
 
     Attributes:
-        configs: by module.
-        kept: those that mixed precision leaves alone.
+        configs: configuration of each unit by module.
+        kept: modules that mixed precision leaves alone.
     """
 
     configs: dict[nn.Module, UnitConfig] = field(default_factory=dict)
@@ -253,17 +252,14 @@ class Chosen:
 def choose_units(
     root: nn.Module, policy: object | None, ignored: Ignored, config: UnitConfig
 ) -> Chosen:
-    """The units below ``root``; changes nothing.
+    """Choose the units below ``root``; changes nothing.
 
     Args:
-        root: the module being wrapped.
-        policy: argument ``auto_wrap_policy``.
-        ignored: what stays as it is.
-        config: the root's.
+        config: the root's configuration.
 
     Raises:
-        FSDPError: a subclass, for a policy that is none, that chooses nothing, or that chooses a
-            module which is in a unit already.
+        FSDPError: a subclass; the policy is invalid, chooses nothing, or chooses a module that is
+            in a unit already.
     """
     if policy is None:
         return Chosen()
@@ -285,7 +281,7 @@ def choose_units(
 
 
 def _refuse_wrapped(root: nn.Module, found: Targets) -> None:
-    """Raise if a policy has chosen a unit, or a module in one."""
+    """Raise if a policy chose a unit, or a module inside a unit."""
     for fqn, module in raw_named_modules(root):
         if module in found and (is_unit(module) or WRAPPED in fqn.split(".")):
             raise FSDPValueError(
@@ -301,7 +297,7 @@ def _full_precision_modules(
 ) -> Iterator[nn.Module]:
     """Modules that mixed precision leaves alone.
 
-    Those inside checkpoint wrappers and compiled modules are left out: they run as one.
+    Modules inside checkpoint wrappers and compiled modules are left out: these run as a whole.
     """
     if precision is None:
         return
@@ -317,7 +313,7 @@ def _full_precision_modules(
 
 
 def keep_full_precision(root: nn.Module, chosen: Chosen, config: UnitConfig) -> None:
-    """Let units in full precision take and give what the units around them compute with."""
+    """Make units in full precision cast between their dtype and that of the unit around them."""
     missing = set(chosen.kept)
 
     def visit(module: nn.Module, around: MixedPrecision | None) -> None:
@@ -339,33 +335,33 @@ def _own_dtype(module: nn.Module) -> torch.dtype:
 
 
 # -- kept units ------------------------------------------------------------------------------------
-# ``SHARD_GRAD_OP`` within a budget: the units that stay unsharded between forward and backward.
+# ``unsharded_budget_bytes``: which units stay unsharded between forward and backward.
 #
-# The last of the forward are kept first::
+# The last units of the forward are kept first::
 #
 #     forward    AG(1) F(1)  AG(2) F(2)  AG(3) F(3) |           B(3) RS(3)  AG(2) B(2) ...
 #     budget                                   [kept 3]
 #
-# The backward begins with them. So nothing would hide the gather of the last one, whose bytes are
-# free again soonest; of a unit before it, another unit's backward hides the gather. Every kept
-# unit saves its own bytes of communication, whichever it is.
+# The backward begins with unit 3, so no compute could hide its all-gather, while the backward of
+# unit 3 hides the all-gather of unit 2. Unit 3 also frees its memory first. The bytes saved are
+# those of the kept units, whichever these are.
 #
-# Decided from sizes and the order of modules alone, so all ranks decide alike.
+# The choice depends only on sizes and module order, so all ranks make the same choice.
 
 
 _RESHARDING = {
     ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
     ShardingStrategy.HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
 }
-"""Strategies that keep units, and what a unit has that is not kept."""
+"""Strategy that replaces each strategy for units that the budget does not keep."""
 
 
 def check_budget(budget_bytes: object, strategy: ShardingStrategy) -> None:
-    """Raise unless a budget, if there is one, is a number of bytes for a strategy that keeps units.
+    """Raise unless the budget is ``None``, or bytes for a strategy that keeps units unsharded.
 
     Raises:
-        FSDPTypeError: it is no whole number.
-        FSDPValueError: it is negative, or the strategy keeps nothing.
+        FSDPTypeError: not an integer.
+        FSDPValueError: negative, or the strategy keeps nothing.
     """
     if budget_bytes is None:
         return
@@ -383,18 +379,17 @@ def check_budget(budget_bytes: object, strategy: ShardingStrategy) -> None:
 
 
 def keep_within(root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: int | None) -> None:
-    """Let units that do not fit into a budget reshard after their forward.
+    """Make units that do not fit into the budget reshard after their forward.
 
-    One that is larger than what is left is passed over. The root of the units is not counted: it
-    stays unsharded in any case.
+    A unit larger than what is left is skipped; smaller units may still fit. The root is not
+    counted, since it stays unsharded in any case.
 
     Args:
-        root: the module of the first unit.
         units: by their outermost module.
-        budget_bytes: of unsharded flat parameters; ``None``: all are kept.
+        budget_bytes: bytes of unsharded flat parameters; ``None``: keep all units.
 
     Raises:
-        DivergenceError: ranks have other budgets.
+        DivergenceError: ranks have different budgets.
     """
     if budget_bytes is None:
         return

@@ -160,13 +160,13 @@ class FullyShardedDataParallel(WrapperAttributes):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; of a checkpoint wrapper, the module inside."""
+        """Wrapped module; for a checkpoint wrapper, the module inside it."""
         inner = self._modules[module_tree.WRAPPED]
         assert inner is not None
         return inner._modules.get(module_tree.CHECKPOINTED) or inner
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the wrapped module are reachable through the wrapper."""
+        """Look attributes up on the wrapped module if the wrapper has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -177,7 +177,7 @@ class FullyShardedDataParallel(WrapperAttributes):
             return getattr(self._modules[module_tree.WRAPPED], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes that the wrapped module has, and a wrapper has not, are set there."""
+        """Set attributes on the wrapped module if only the wrapped module has them."""
         inner = self.__dict__.get("_modules", {}).get(module_tree.WRAPPED)
         is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         if isinstance(getattr(type(self), name, None), property):
@@ -188,13 +188,13 @@ class FullyShardedDataParallel(WrapperAttributes):
             setattr(inner, name, value)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells ``torch.distributed.checkpoint.state_dict`` whose name is in no key."""
+        """Name that ``torch.distributed.checkpoint.state_dict`` leaves out of keys."""
         return {"": module_tree.WRAPPED}
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
-    # Upstream's static methods. They take any module; those of ``fully_shard`` do not have them.
+    # FSDP1's static methods, which accept any module.
 
     summon_full_params = staticmethod(summon_full_params)
     state_dict_type = staticmethod(methods.state_dict_type)
@@ -211,14 +211,19 @@ class FullyShardedDataParallel(WrapperAttributes):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All wrappers in ``module``, or only the outermost ones."""
+        """All wrappers in ``module``.
+
+        Args:
+            module: any module.
+            root_only: only the outermost wrappers.
+        """
         units = [m for _, m in module_tree.unit_modules(module)]
         found = [m for m in units if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m._fsdp_is_outermost()] if root_only else found
 
 
 def _wrap_children(root: nn.Module, made: Constructed, use_orig_params: bool) -> None:
-    """Put a wrapper in the place of every unit's module below ``root``, innermost first."""
+    """Replace every unit's module below ``root`` by its wrapper, innermost first."""
     wrappers: dict[nn.Module, FullyShardedDataParallel] = {}
 
     def visit(module: nn.Module) -> None:
