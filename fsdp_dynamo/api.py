@@ -1,7 +1,6 @@
 """Public configuration types: enums and dataclasses.
 
-The names are those of ``torch.distributed.fsdp``. This file is a leaf: of the package it imports
-only the errors.
+Names are those of ``torch.distributed.fsdp``. Of this package the file imports only the errors.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from graph_passes.wire_format import WIRE_FORMATS, WireFormat, WireFormatName
 class ShardingStrategy(Enum):
     """Which tensors of a unit are sharded over the ranks, and when parameters are unsharded.
 
-    - ``FULL_SHARD``: unsharded for the forward, resharded after it, unsharded again for
-      the backward. The root stays unsharded between the two.
+    - ``FULL_SHARD``: unsharded for the forward, resharded after it, unsharded again for the
+      backward. The root stays unsharded between the two.
     - ``SHARD_GRAD_OP``: unsharded from the forward to the end of the backward.
     - ``NO_SHARD``: never sharded; gradients are all-reduced.
-    - ``HYBRID_SHARD``: ``FULL_SHARD`` inside a shard group; gradients are then averaged over the
-      groups, each of which holds a replica.
-    - ``HYBRID_SHARD_ZERO2`` (upstream's ``_HYBRID_SHARD_ZERO2``): the same with
-      ``SHARD_GRAD_OP`` inside.
-    - ``HIERARCHICAL_SHARD``: ``FULL_SHARD`` over all ranks, which are those of several nodes.
-      Between nodes, parameters are gathered once an optimizer step, into secondary shards over the
-      ranks of each node; unsharding gathers these inside the node. Gradients are reduced inside
-      the node first. (Not in upstream.)
+    - ``HYBRID_SHARD``: ``FULL_SHARD`` inside a shard group. Each shard group holds a replica, and
+      gradients are averaged over the replicas.
+    - ``HYBRID_SHARD_ZERO2``: ``SHARD_GRAD_OP`` inside a shard group (torch's
+      ``_HYBRID_SHARD_ZERO2``).
+    - ``HIERARCHICAL_SHARD``: ``FULL_SHARD`` over all ranks of several nodes. Once per optimizer
+      step, parameters are gathered between nodes into secondary shards, which the ranks of each
+      node share; unsharding then stays inside the node. Gradients are reduced inside the node
+      first. (Not in torch.)
 
-    Source: FSDP (arXiv:2304.11277); ``FULL_SHARD`` is stage 3 of ZeRO (arXiv:1910.02054),
-    ``SHARD_GRAD_OP`` is close to stage 2, with parameters that are sharded between steps.
+    Source: FSDP (arXiv:2304.11277). ``FULL_SHARD`` is stage 3 of ZeRO (arXiv:1910.02054);
+    ``SHARD_GRAD_OP`` is close to stage 2, but shards parameters between steps.
     ``HIERARCHICAL_SHARD`` has the secondary partition of ZeRO++ (arXiv:2306.10209).
     """
 
@@ -54,7 +53,7 @@ class ShardingStrategy(Enum):
 
     @property
     def is_hierarchical(self) -> bool:
-        """Whether the ranks that shard form two levels: inside nodes, and between them."""
+        """Whether the sharding ranks form two levels: inside nodes and between them."""
         return self is ShardingStrategy.HIERARCHICAL_SHARD
 
     @property
@@ -68,7 +67,7 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When the all-gather of the next unit in the backward is issued.
+    """When the backward issues the all-gather of its next unit.
 
     - ``BACKWARD_PRE``: before the current unit's backward (most overlap).
     - ``BACKWARD_POST``: after the current unit's backward (least memory).
@@ -81,11 +80,11 @@ class BackwardPrefetch(Enum):
 
 
 class TrainingState(Enum):
-    """Activity of a wrapper, by its attribute ``training_state``.
+    """Activity of a wrapper (``training_state``).
 
-    - ``IDLE``: nothing, or it waits for its backward.
+    - ``IDLE``: neither forward nor backward runs.
     - ``FORWARD_BACKWARD``: its forward or its backward runs.
-    - ``SUMMON_FULL_PARAMS``: its parameters are whole on the user's request.
+    - ``SUMMON_FULL_PARAMS``: its parameters are unsharded on the user's request.
     """
 
     IDLE = auto()
@@ -95,24 +94,26 @@ class TrainingState(Enum):
 
 @dataclass
 class MixedPrecision:
-    """Data types of a unit's parameters, reductions and buffers.
+    """Dtypes of a unit's parameters, reductions and buffers.
 
     Attributes:
-        param_dtype: of the unsharded parameters, and thus of forward and backward; ``None``: their
-            own. Shards, and thus the optimizer's parameters, always keep their own.
-        reduce_dtype: of the gradient reduction; ``param_dtype`` if not given. Sums under
-            ``no_sync()`` are in a dtype that holds both.
-        buffer_dtype: of floating-point buffers; ``None``: their own.
-        keep_low_precision_grads: leave gradients in the reduction's data type; otherwise they are
-            cast to that of the shards.
-        cast_forward_inputs: cast a unit's floating-point inputs to ``param_dtype``, if it has
-            parameters of its own.
-        cast_root_forward_inputs: cast those of the root in any case.
-        _module_classes_to_ignore: modules of these classes stay in their own data type; their
-            inputs are cast to it and their outputs cast back.
-        output_dtype: cast a unit's floating-point outputs to it; ``None``: not cast. (FSDP2's.)
-        _param_dtype_override_fn: gives for a parameter its own dtype, where it is to compute in
-            that, or ``None``. (FSDP2's.)
+        param_dtype: dtype of unsharded parameters, and so of forward and backward; ``None``:
+            unchanged. Shards, and so the optimizer's parameters, always keep their dtype.
+        reduce_dtype: dtype of the gradient reduction; ``None``: ``param_dtype``. Under
+            ``no_sync()``, gradients accumulate in a dtype that holds both.
+        buffer_dtype: dtype of floating-point buffers; ``None``: unchanged.
+        keep_low_precision_grads: keep gradients in the dtype of the reduction instead of casting
+            them to that of the shards.
+        cast_forward_inputs: cast floating-point inputs of units that have parameters to
+            ``param_dtype``.
+        cast_root_forward_inputs: cast the root's floating-point inputs to ``param_dtype``, in any
+            case.
+        _module_classes_to_ignore: modules of these classes keep their dtype; their inputs are cast
+            to it and their outputs cast back.
+        output_dtype: cast floating-point outputs of units to this dtype; ``None``: unchanged.
+            (FSDP2's.)
+        _param_dtype_override_fn: called with each parameter; returns ``None``, or the parameter's
+            own dtype to compute in that. (FSDP2's.)
     """
 
     param_dtype: torch.dtype | None = None
@@ -128,24 +129,25 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CollectivePrecision:
-    """Formats in which the shards of a unit travel, beside the dtypes that it computes in.
+    """Wire formats of a unit's collectives; shards, and so the optimizer, stay exact.
 
-    Shards, and thus what the optimizer changes, stay exact. All ranks gather bitwise equal
-    parameters. Each rank sends its part of a gradient once, to the rank that sums it, in fp32.
+    All ranks gather bitwise equal parameters. Each rank encodes each part of a gradient once, for
+    the rank that sums it, in fp32.
 
     Attributes:
-        all_gather: of parameters: ``"bfloat16"``, ``"float8"`` (e4m3), ``"int8"``, or ``None``: as
-            they are.
-        reduce_scatter: of gradients: the same, or ``"int4"``.
-        all_reduce: of gradients that replicas average (hybrid strategies, ``NO_SHARD``): the same.
-            Each replica sums a part, in fp32, and sends it to the others in this format, too.
+        all_gather: format of parameters: ``"bfloat16"``, ``"float8"`` (e4m3), ``"int8"``; ``None``:
+            uncompressed.
+        reduce_scatter: format of gradients: one of these, or ``"int4"``.
         block_numel: elements that share a scale, in all formats but ``bfloat16``. A NaN or an
             infinity makes all of its block NaN.
         stochastic_rounding: round gradients in ``int8`` and ``int4`` up or down at random, so that
             their mean is right.
-        only_where_exposed: in graph mode, let the planner give these formats to the collectives
-            that it cannot hide, where that makes the step shorter, and to no others. (Eager and
-            hooks mode have no planner and refuse it.)
+        all_reduce: format of gradients that replicas average (hybrid strategies, ``NO_SHARD``): one
+            of ``reduce_scatter``'s. Each replica sums a part in fp32, and encodes the sum in this
+            format too.
+        only_where_exposed: let graph mode's planner use these formats only for collectives that it
+            cannot hide, and only where the step becomes shorter. (Eager and hooks mode have no
+            planner and refuse it.)
 
     Source: ZeRO++ (arXiv:2306.10209), QSDP (arXiv:2302.02390).
     """
@@ -160,7 +162,7 @@ class CollectivePrecision:
     def wire_of(
         self, kind: Literal["all_gather", "reduce_scatter", "all_reduce"], dtype: torch.dtype
     ) -> WireFormat | None:
-        """The format of a collective of tensors of a dtype; ``None``: as they are."""
+        """Wire format for a collective of tensors of ``dtype``; ``None``: uncompressed."""
         name: WireFormatName | None = getattr(self, kind)
         if name is None or (name == "bfloat16" and dtype.itemsize <= 2):
             return None
@@ -171,13 +173,11 @@ class CollectivePrecision:
 
 @dataclass
 class CPUOffload:
-    """Keep sharded parameters and gradients in (pinned) host memory.
-
-    On CPU devices this changes nothing and is accepted.
+    """Keep shards and gradients in pinned host memory; no effect on CPU devices.
 
     Attributes:
         offload_params: offload parameters, and with them gradients and the optimizer's state.
-        _pin_memory: whether that memory may be pinned. (FSDP2's.)
+        _pin_memory: whether host memory may be pinned. (FSDP2's.)
     """
 
     offload_params: bool = False
@@ -185,13 +185,13 @@ class CPUOffload:
 
 
 class StateDictType(Enum):
-    """Forms of a model's state dict, all with the plain model's names.
+    """Form of a model's state dict; all forms have the plain model's names.
 
-    - ``FULL_STATE_DICT``: unsharded tensors, on every rank or only on the first.
-    - ``SHARDED_STATE_DICT``: DTensors, for ``torch.distributed.checkpoint``;
-      nothing is gathered, and another number of ranks can load it.
-    - ``LOCAL_STATE_DICT``: this rank's parameters, for one file per rank (``torch.save``), which
-      only the same sharding can load. The values share the parameters' memory.
+    - ``FULL_STATE_DICT``: unsharded tensors, on every rank or on rank 0 only.
+    - ``SHARDED_STATE_DICT``: DTensors, for ``torch.distributed.checkpoint``. Nothing is gathered,
+      and another number of ranks can load it.
+    - ``LOCAL_STATE_DICT``: this rank's shards, for one file per rank (``torch.save``), which only
+      the same sharding can load. Values share the parameters' memory.
     """
 
     FULL_STATE_DICT = auto()
@@ -204,7 +204,7 @@ class StateDictConfig:
     """Options of all forms.
 
     Attributes:
-        offload_to_cpu: copy the state dict's tensors to host memory.
+        offload_to_cpu: copy tensors to host memory.
     """
 
     offload_to_cpu: bool = False
@@ -215,7 +215,7 @@ class FullStateDictConfig(StateDictConfig):
     """Options of a full state dict.
 
     Attributes:
-        rank0_only: only rank 0 gets the tensors; the other ranks' state dict is empty.
+        rank0_only: only rank 0 gets tensors; other ranks get an empty state dict.
     """
 
     rank0_only: bool = False
@@ -226,8 +226,8 @@ class ShardedStateDictConfig(StateDictConfig):
     """Options of a sharded state dict.
 
     Attributes:
-        shares_memory: values share the parameters' memory: saving needs no more memory, and reading
-            into them changes the model. They change with the next step. (Not in upstream.)
+        shares_memory: values are the parameters' own memory. Saving needs no copy, loading into
+            them changes the model, and the next step changes them. (Not in torch.)
     """
 
     shares_memory: bool = False
@@ -242,7 +242,7 @@ class LocalStateDictConfig(StateDictConfig):
 class OptimStateDictConfig(StateDictConfig):
     """Options of an optimizer's state dict in all forms.
 
-    Upstream's is offloaded by default; here the default is the same as for the model.
+    FSDP1 offloads by default; here the default is that of the model.
     """
 
 
@@ -251,7 +251,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """Options of an optimizer's full state dict.
 
     Attributes:
-        rank0_only: only rank 0 gets the tensors; the other ranks' state dict is empty.
+        rank0_only: only rank 0 gets tensors; other ranks get an empty state dict.
     """
 
     rank0_only: bool = False
@@ -262,8 +262,8 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """Options of an optimizer's sharded state dict.
 
     Attributes:
-        shares_memory: values share the optimizer's memory, and loading takes over the memory of the
-            given values. They change with its next step. (Not in upstream.)
+        shares_memory: values are the optimizer's own memory, and loading adopts the memory of the
+            given values. The optimizer's next step changes them. (Not in torch.)
     """
 
     shares_memory: bool = False
@@ -279,7 +279,7 @@ class StateDictSettings:
     """Form and options of a module's state dicts.
 
     Attributes:
-        state_dict_type: the form, for the model and its optimizer.
+        state_dict_type: form for the model and its optimizer.
         state_dict_config: options for the model, of the form's class.
         optim_state_dict_config: options for the optimizer, of the form's class.
     """
@@ -298,7 +298,7 @@ class StateDictSettings:
 
     @property
     def copies_optim(self) -> bool:
-        """Whether states have memory of their own."""
+        """Whether optimizer states have memory of their own."""
         config = self.optim_state_dict_config
         shares = isinstance(config, ShardedOptimStateDictConfig) and config.shares_memory
         return config.offload_to_cpu or not shares
@@ -308,7 +308,7 @@ EnumT = TypeVar("EnumT", bound=Enum)
 
 
 def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
-    """``value`` as a member of ``enum_type``; accepts members of upstream's enum of that name."""
+    """Return ``value`` as a member of ``enum_type``; torch's enum of the same name is accepted."""
     if isinstance(value, enum_type):
         return value
     if isinstance(value, Enum) and type(value).__name__ == enum_type.__name__:
@@ -320,7 +320,7 @@ def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
 
 
 def coerce_mixed_precision(value: object) -> MixedPrecision | None:
-    """A copy of ``value``; accepts upstream's dataclass of that name."""
+    """Return a copy of ``value``; torch's dataclass of the same name is accepted."""
     if value is None:
         return None
     if isinstance(value, MixedPrecision):
@@ -334,11 +334,11 @@ def coerce_mixed_precision(value: object) -> MixedPrecision | None:
 
 
 def coerce_collective_precision(value: object) -> CollectivePrecision | None:
-    """``value``, if all of its fields are such as can be.
+    """Return ``value`` if its fields are valid.
 
     Raises:
         FSDPTypeError: another class.
-        FSDPValueError: an unknown format, or blocks that cannot be.
+        FSDPValueError: unknown format or invalid block size.
     """
     if value is None:
         return None
@@ -383,7 +383,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 def settings_of(
     state_dict_type: object, config: object | None, optim_config: object | None
 ) -> StateDictSettings:
-    """Checked settings; accepts upstream's enum and dataclasses of the same names."""
+    """Return checked settings; torch's enum and dataclasses of the same names are accepted."""
     chosen = coerce_enum(StateDictType, state_dict_type, "state_dict_type")
     model, optim = _CONFIGS[chosen]
     return StateDictSettings(

@@ -141,7 +141,7 @@ class LateRanks:
             self._warn(missing, late_s)
 
     def _some_of(self, missing: Sequence[int]) -> Sequence[int]:
-        """Choose at most ``_MAX_LOOKED_AT`` ranks, others at each look, to limit the store's load."""
+        """Choose at most ``_MAX_LOOKED_AT`` ranks, others at each look, to spare the store."""
         begin = self._num_looks * _MAX_LOOKED_AT % max(1, len(missing))
         self._num_looks += 1
         return [*missing[begin:], *missing[:begin]][:_MAX_LOOKED_AT]
