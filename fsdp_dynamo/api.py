@@ -5,13 +5,15 @@ Names are those of ``torch.distributed.fsdp``. Of this package the file imports 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
 from graph_passes.wire_format import WIRE_FORMATS, WireFormat, WireFormatName
@@ -64,6 +66,15 @@ class ShardingStrategy(Enum):
             ShardingStrategy.HYBRID_SHARD,
             ShardingStrategy.HIERARCHICAL_SHARD,
         )
+
+    @property
+    def resharding(self) -> ShardingStrategy | None:
+        """Strategy that differs only in resharding after the forward; ``None``: there is none."""
+        if self is ShardingStrategy.SHARD_GRAD_OP:
+            return ShardingStrategy.FULL_SHARD
+        if self is ShardingStrategy.HYBRID_SHARD_ZERO2:
+            return ShardingStrategy.HYBRID_SHARD
+        return None
 
 
 class BackwardPrefetch(Enum):
@@ -410,7 +421,182 @@ def _coerce_config(kind: type[ConfigT], config: object | None, argument: str) ->
     )
 
 
+# -- constructor arguments -------------------------------------------------------------------------
+
+PlacementFn = Callable[[nn.Parameter], object]
+"""Returns ``None`` or torch's ``Shard`` for a parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitArguments:
+    """Arguments of ``FSDP`` and ``fully_shard`` that units keep.
+
+    Attributes:
+        sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
+        mixed_precision: see ``MixedPrecision``.
+        collective_precision: wire formats with fewer bits for shards of parameters and gradients.
+        backward_prefetch: see ``BackwardPrefetch``; ``None`` prefetches nothing.
+        forward_prefetch: issue the next unit's all-gather before the current unit's forward.
+            ``None``: only on CPU, whose host does not run ahead of the device.
+        cpu_offload: keep shards, gradients and so the optimizer's state in host memory; each
+            unshard copies this rank's shard to the device. No effect on CPU.
+        limit_all_gathers: accepted without effect: at most one unit is prefetched in any case (in
+            graph mode: ``max_in_flight`` of ``GraphOptions``).
+    """
+
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    mixed_precision: MixedPrecision | None = None
+    collective_precision: CollectivePrecision | None = None
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool | None = None
+    cpu_offload: CPUOffload = field(default_factory=CPUOffload)
+    limit_all_gathers: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(UnitArguments):
+    """Arguments of ``FSDP`` and ``fully_shard``, converted to our types and checked.
+
+    Attributes:
+        process_group: ranks to shard over; by default, all. A hybrid strategy takes a pair (shard
+            group, replicate group); by default, each node is a replica.
+        device_mesh: mesh in place of ``process_group``: 1-D, or 2-D (replicas, shards) with a
+            hybrid strategy.
+        reduction_group: another group of the ranks that shard, for gradients, so that
+            reduce-scatters do not queue behind all-gathers in one communicator.
+        auto_wrap_policy: chooses submodules that become units of their own.
+        ignored_modules: modules that stay as they are.
+        ignored_states: modules or parameters that stay as they are.
+        param_init_fn: initializes modules on the meta device; by default, their
+            ``reset_parameters()``. Called with each module that holds meta tensors itself, in the
+            order of ``modules()``, once these have storage. If it writes none of them, it is called
+            again with meta tensors.
+        device_id: device to which the module is moved before it is sharded.
+        sync_module_states: broadcast rank 0's parameters and buffers first.
+        unsharded_budget_bytes: with ``SHARD_GRAD_OP`` and ``HYBRID_SHARD_ZERO2``, bytes of
+            unsharded parameters that may stay between forward and backward, besides the root's. The
+            last units of the forward that fit stay; the others reshard. By default all stay.
+        shard_placement_fn: called with each parameter before anything is changed; returns ``None``
+            or ``Shard``. Ranks must divide dimensions other than the first. (``fully_shard``'s.)
+
+    Raises:
+        FSDPTypeError: an argument has the wrong type.
+        FSDPValueError: ``param_init_fn``, a wire format or the budget is invalid.
+    """
+
+    process_group: object | None = None
+    device_mesh: DeviceMesh | None = None
+    reduction_group: dist.ProcessGroup | None = None
+    auto_wrap_policy: object | None = None
+    ignored_modules: Iterable[object] | None = None
+    ignored_states: Iterable[object] | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    device_id: torch.device | None = None
+    sync_module_states: bool = False
+    unsharded_budget_bytes: int | None = None
+    shard_placement_fn: PlacementFn | None = None
+
+    def __post_init__(self) -> None:
+        for name in _CONVERTERS:
+            object.__setattr__(self, name, converted(name, getattr(self, name)))
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            raise FSDPValueError(
+                "argument 'param_init_fn': expected a function of a module, or None, got "
+                f"{self.param_init_fn!r}. Pass a function that writes a module's own parameters "
+                "and buffers."
+            )
+        _check_budget(self.unsharded_budget_bytes, self.sharding_strategy)
+
+    @classmethod
+    def of(cls, passed: Mapping[str, Any], **renamed: Any) -> Arguments:
+        """Collect a constructor's arguments.
+
+        Args:
+            passed: the constructor's ``locals()``; names that are not fields are left out.
+            renamed: arguments that have another name or type there.
+        """
+        names = {f.name for f in fields(cls)}
+        return cls(**{n: v for n, v in {**passed, **renamed}.items() if n in names})
+
+    def for_units(self) -> dict[str, Any]:
+        """The arguments that units keep, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(UnitArguments)}
+
+
+def _coerce_strategy(value: object | None) -> ShardingStrategy:
+    if value is None:
+        return ShardingStrategy.FULL_SHARD
+    return coerce_enum(ShardingStrategy, value, "sharding_strategy")
+
+
+def _coerce_prefetch(value: object | None) -> BackwardPrefetch | None:
+    return None if value is None else coerce_enum(BackwardPrefetch, value, "backward_prefetch")
+
+
+def _coerce_offload(value: object | None) -> CPUOffload:
+    if value is None:
+        return CPUOffload()
+    wanted = getattr(value, "offload_params", None)
+    if not isinstance(wanted, bool):
+        raise FSDPTypeError(
+            f"argument 'cpu_offload': expected a CPUOffload or None, got {value!r}. Pass "
+            "fsdp_dynamo.CPUOffload(offload_params=True)."
+        )
+    return CPUOffload(wanted, getattr(value, "_pin_memory", True))
+
+
+def _coerce_device(value: object | None) -> torch.device | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return torch.device("cuda", value)
+    if isinstance(value, str):
+        return torch.device(value)
+    if value is None or isinstance(value, torch.device):
+        return value
+    raise FSDPTypeError(
+        f"argument 'device_id': expected a number, a torch.device or its name, got {value!r}. "
+        "Pass torch.device('cuda', index)."
+    )
+
+
+_CONVERTERS: Mapping[str, Callable[[Any], object]] = {
+    "sharding_strategy": _coerce_strategy,
+    "mixed_precision": coerce_mixed_precision,
+    "collective_precision": coerce_collective_precision,
+    "backward_prefetch": _coerce_prefetch,
+    "cpu_offload": _coerce_offload,
+    "device_id": _coerce_device,
+}
+
+
+def converted(name: str, value: object) -> object:
+    """Return the value of an argument in our types; torch's types of the same names are accepted.
+
+    Raises:
+        FSDPTypeError: another type.
+        FSDPValueError: a value that is not valid.
+    """
+    return _CONVERTERS[name](value) if name in _CONVERTERS else value
+
+
+def _check_budget(budget_bytes: object, strategy: ShardingStrategy) -> None:
+    if budget_bytes is None:
+        return
+    where = "argument 'unsharded_budget_bytes'"
+    fix = "Pass the bytes that units may hold between forward and backward, such as 4 << 30."
+    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
+        raise FSDPTypeError(f"{where}: expected an int or None, got {budget_bytes!r}. {fix}")
+    if budget_bytes < 0:
+        raise FSDPValueError(f"{where}: expected 0 or more, got {budget_bytes}. {fix}")
+    if strategy.resharding is None:
+        keeping = ", ".join(one.name for one in ShardingStrategy if one.resharding is not None)
+        raise FSDPValueError(
+            f"{where}: expected one of {keeping}, got {strategy.name}. Choose one of these "
+            "strategies, or leave the budget out."
+        )
+
+
 __all__ = [
+    "Arguments",
     "BackwardPrefetch",
     "CPUOffload",
     "CollectivePrecision",
@@ -427,4 +613,5 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "UnitArguments",
 ]

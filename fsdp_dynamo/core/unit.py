@@ -20,12 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import events
 from fsdp_dynamo.api import (
-    BackwardPrefetch,
-    CollectivePrecision,
-    CPUOffload,
-    MixedPrecision,
     ShardingStrategy,
     StateDictSettings,
+    UnitArguments,
 )
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.in_flight import InFlight
@@ -40,31 +37,27 @@ from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.wire_format import WireFormat
 
 
-@dataclass(frozen=True)
-class UnitConfig:
-    """Arguments of a wrapper call; the same object serves all units of an auto-wrap.
+@dataclass(frozen=True, kw_only=True)
+class UnitConfig(UnitArguments):
+    """Configuration of a unit: the arguments that it keeps, and what follows from the others.
+
+    ``sharding_strategy`` is the strategy in force.
 
     Attributes:
-        offload: whether shards are kept in host memory: ``cpu_offload``, unless that is the device.
-        limit_all_gathers: as given; nothing depends on it.
-        full_precision_in_eval: whether evaluation leaves ``precision`` out.
-        state_dict_settings: of its state dicts, until the user sets others.
-        mesh: of the DTensors that parameters are; ``None``: one is made.
-        collective_precision: formats in which shards travel; ``None``: as they are.
+        offload: whether shards are kept in host memory while another device computes.
+        full_precision_in_eval: whether evaluation ignores ``mixed_precision``.
+        mesh: mesh of the DTensors; ``None``: one is made.
     """
 
     groups: Groups
-    strategy: ShardingStrategy
-    precision: MixedPrecision | None
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool | None
     offload: bool
-    cpu_offload: CPUOffload
-    limit_all_gathers: bool
     full_precision_in_eval: bool
-    state_dict_settings: StateDictSettings
     mesh: DeviceMesh | None
-    collective_precision: CollectivePrecision | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the unit is sharded over several ranks."""
+        return self.sharding_strategy is not ShardingStrategy.NO_SHARD
 
 
 def refuse_formats(units: Iterable[Unit], kind: str, where: str) -> None:
@@ -124,7 +117,7 @@ class Unit:
         self._is_unsharded_by_hand = False
         self.is_summoned = False
         self.may_call_operators: bool | None = None
-        self.state_dict_settings = config.state_dict_settings
+        self.state_dict_settings = StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[InFlight] = []
         self._readers: list[Any] = []  # streams that have waited for what is unsharded now
@@ -171,7 +164,7 @@ class Unit:
     @property
     def wants_full_precision(self) -> bool:
         """Whether its forward is to run in full precision: it evaluates, and the user said so."""
-        precision = self.config.precision
+        precision = self.config.mixed_precision
         if not self.config.full_precision_in_eval or self.modules[0].training or precision is None:
             return False
         return (precision.param_dtype or precision.reduce_dtype) is not None
@@ -179,7 +172,7 @@ class Unit:
     @property
     def output_dtype(self) -> torch.dtype | None:
         """The dtype that floating-point outputs are cast to now; ``None``: not cast."""
-        precision = self.config.precision
+        precision = self.config.mixed_precision
         return None if precision is None or self.wants_full_precision else precision.output_dtype
 
     @property
@@ -366,7 +359,7 @@ class Unit:
         settings = self.settings
         reshards = settings.reshards_after_forward
         if reshards is None:  # microbatches of a pipeline share what a forward leaves unsharded
-            strategy = self.config.strategy
+            strategy = self.config.sharding_strategy
             reshards = strategy.reshards_after_forward or strategy is ShardingStrategy.NO_SHARD
         return self._is_unsharded_by_hand or not reshards or not settings.reshards_after_backward
 

@@ -1,9 +1,10 @@
-"""Arguments of the wrapper: checked before anything is changed."""
+"""Checks of arguments and modules, before anything is changed; FSDP2's arguments."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_dynamo.api import (
-    BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    coerce_collective_precision,
-    coerce_enum,
-    coerce_mixed_precision,
+    converted,
 )
 from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of
 from fsdp_dynamo.core.dtensors import local_of
@@ -59,9 +57,9 @@ def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
 
 def _refuse_flat_reductions(config: UnitConfig, precision: CollectivePrecision, fqn: str) -> None:
     """Raise if several ranks of each node would send encoded gradients to other nodes."""
-    groups, is_whole = config.groups, config.strategy is ShardingStrategy.NO_SHARD
-    reduced_by = {"all_reduce": groups.shard if is_whole else groups.replicate}
-    if not is_whole and groups.hierarchy is None:
+    groups = config.groups
+    reduced_by = {"all_reduce": groups.replicate if config.is_sharded else groups.shard}
+    if config.is_sharded and groups.hierarchy is None:
         reduced_by["reduce_scatter"] = groups.reduce
     for kind, group in reduced_by.items():
         node_ranks = 1 if group is None else node_ranks_of(group)
@@ -122,17 +120,11 @@ FREE_PADDING_BYTES = 1 << 20
 """Padding below this size never warns."""
 
 
-def warn_of_padding(
-    params: Mapping[str, OriginalParameter], config: UnitConfig, num_shards: int
-) -> None:
-    """Warn if padding makes a unit much larger, as parameters with few rows do.
-
-    Args:
-        params: the unit's parameters by FQN.
-        num_shards: ranks that share them.
-    """
-    if config.strategy is ShardingStrategy.NO_SHARD or not params:
+def warn_of_padding(params: Mapping[str, OriginalParameter], config: UnitConfig) -> None:
+    """Warn if padding makes a unit much larger, as parameters with few rows do."""
+    if not config.is_sharded or not params:
         return
+    num_shards = config.groups.shard.size()
     is_divided = config.groups.hierarchy is None
     padding = {fqn: _padding_bytes(p, num_shards, is_divided) for fqn, p in params.items()}
     total = sum(padding.values())
@@ -192,36 +184,6 @@ def check_inference(module: nn.Module) -> None:
         )
 
 
-def check_init_fn(param_init_fn: object) -> None:
-    """Raise if ``param_init_fn`` is not callable."""
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise FSDPValueError(
-            "argument 'param_init_fn': expected a function of a module, or None, got "
-            f"{param_init_fn!r}. Pass a function that writes a module's own parameters and buffers."
-        )
-
-
-def device_of(device_id: object) -> torch.device | None:
-    """Device named by ``device_id``: an accelerator's index, a device or its name."""
-    if isinstance(device_id, int) and not isinstance(device_id, bool):
-        return torch.device("cuda", device_id)
-    if isinstance(device_id, str):
-        return torch.device(device_id)
-    if device_id is None or isinstance(device_id, torch.device):
-        return device_id
-    raise FSDPTypeError(
-        f"argument 'device_id': expected a number, a torch.device or its name, got {device_id!r}. "
-        "Pass torch.device('cuda', index)."
-    )
-
-
-def strategy_of(strategy: object | None) -> ShardingStrategy:
-    """Requested strategy; FULL_SHARD by default."""
-    if strategy is None:
-        return ShardingStrategy.FULL_SHARD
-    return coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
-
-
 def effective_strategy(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
     """Strategy in force: NO_SHARD in a group of one rank."""
     return ShardingStrategy.NO_SHARD if groups.shard.size() == 1 else strategy
@@ -235,38 +197,6 @@ def warn_of_one_rank(strategy: ShardingStrategy, groups: Groups) -> None:
         )
 
 
-def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
-    """Strategy that a policy gives one module; replicas must match the root's."""
-    strategy = strategy_of(value)
-    if _ranks_of(strategy) != _ranks_of(config.strategy) and (
-        strategy is not ShardingStrategy.NO_SHARD
-    ):
-        raise FSDPValueError(
-            "a policy's dict of constructor arguments: expected a strategy that goes with the "
-            f"root's {config.strategy.name}, got {strategy.name}. Give hybrid strategies, or "
-            "HIERARCHICAL_SHARD, to all units or to none; NO_SHARD goes with all."
-        )
-    return effective_strategy(strategy, config.groups)
-
-
-def _ranks_of(strategy: ShardingStrategy) -> tuple[bool, bool]:
-    """Whether a strategy needs replicas, and whether it needs a hierarchy."""
-    return strategy.is_hybrid, strategy.is_hierarchical
-
-
-def cpu_offload_of(cpu_offload: object | None) -> CPUOffload:
-    """Return ``cpu_offload`` as our ``CPUOffload``; torch's dataclass is accepted."""
-    if cpu_offload is None:
-        return CPUOffload()
-    wanted = getattr(cpu_offload, "offload_params", None)
-    if not isinstance(wanted, bool):
-        raise FSDPTypeError(
-            f"argument 'cpu_offload': expected a CPUOffload or None, got {cpu_offload!r}. Pass "
-            "fsdp_dynamo.CPUOffload(offload_params=True)."
-        )
-    return CPUOffload(wanted, getattr(cpu_offload, "_pin_memory", True))
-
-
 def offloads(cpu_offload: CPUOffload, device: torch.device) -> bool:
     """Whether shards and gradients are kept in host memory while another device computes."""
     wanted = cpu_offload.offload_params and device.type != "cpu"
@@ -277,13 +207,6 @@ def offloads(cpu_offload: CPUOffload, device: torch.device) -> bool:
             "not pinned would stop the host, so shards are pinned always."
         )
     return wanted
-
-
-def prefetch_of(backward_prefetch: object | None) -> BackwardPrefetch | None:
-    """Return ``backward_prefetch`` as our enum; torch's enum is accepted."""
-    if backward_prefetch is None:
-        return None
-    return coerce_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
 
 
 def warn_of_cpu_start(
@@ -301,29 +224,50 @@ def warn_of_cpu_start(
         )
 
 
-def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
+_PER_UNIT = (
+    "sharding_strategy",
+    "mixed_precision",
+    "collective_precision",
+    "backward_prefetch",
+    "forward_prefetch",
+)
+
+
+def override(config: UnitConfig, overrides: Mapping[str, Any]) -> UnitConfig:
     """Configuration of a module chosen by a policy: the root's with the policy's changes."""
-    known: dict[str, Callable[[Any], dict[str, Any]]] = {
-        "sharding_strategy": lambda v: {"strategy": _strategy_of_target(v, config)},
-        "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
-        "collective_precision": lambda v: {"collective_precision": coerce_collective_precision(v)},
-        "backward_prefetch": lambda v: {"backward_prefetch": prefetch_of(v)},
-        "forward_prefetch": lambda v: {"forward_prefetch": v},
-    }
-    values = dict(vars(config))
+    changes: dict[str, Any] = {}
     for name, value in overrides.items():
-        if name not in known:
+        if name not in _PER_UNIT:
             raise UnsupportedError(
-                f"a policy's dict of constructor arguments: expected one of {', '.join(known)}, "
-                f"got '{name}'. Wrap that module by hand to give it other arguments."
+                "a policy's dict of constructor arguments: expected one of "
+                f"{', '.join(_PER_UNIT)}, got '{name}'. Wrap that module by hand to give it other "
+                "arguments."
             )
-        values.update(known[name](value))
-    return UnitConfig(**values)
+        changes[name] = converted(name, value)
+    if "sharding_strategy" in changes:
+        _check_dimensions(changes["sharding_strategy"], config.sharding_strategy)
+        strategy = effective_strategy(changes["sharding_strategy"], config.groups)
+        changes["sharding_strategy"] = strategy
+    return replace(config, **changes)
+
+
+def _check_dimensions(strategy: ShardingStrategy, root: ShardingStrategy) -> None:
+    """Raise if a unit's strategy needs other dimensions of ranks than its root's."""
+    is_alike = (strategy.is_hybrid, strategy.is_hierarchical) == (
+        root.is_hybrid,
+        root.is_hierarchical,
+    )
+    if not is_alike and strategy is not ShardingStrategy.NO_SHARD:
+        raise FSDPValueError(
+            "a policy's dict of constructor arguments: expected a strategy that goes with the "
+            f"root's {root.name}, got {strategy.name}. Give hybrid strategies, or "
+            "HIERARCHICAL_SHARD, to all units or to none; NO_SHARD goes with all."
+        )
 
 
 def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
     """Dtype that a unit casts its floating-point inputs to; ``None``: not cast."""
-    precision = unit.config.precision
+    precision = unit.config.mixed_precision
     if precision is None or precision.param_dtype is None:
         return None
     own = precision.cast_forward_inputs and bool(unit.flats)
@@ -331,22 +275,8 @@ def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
     return precision.param_dtype if wanted else None
 
 
-def note_use_dtensor(given: bool | None) -> None:
-    """Warn of an argument that chose between two kinds of parameters, of which one is left."""
-    if given is not None:
-        warnings.warn(
-            f"use_dtensor={given} has no effect: parameters are DTensors, as FSDP2's. It is "
-            "deprecated: leave it out.",
-            FutureWarning,
-            stacklevel=3,
-        )
-
-
 # -- fsdp2 arguments -------------------------------------------------------------------------------
 # Translate FSDP2's arguments of ``fully_shard`` into the wrapper's arguments.
-
-
-PlacementFn = Callable[[nn.Parameter], object]
 
 
 def strategy_for(

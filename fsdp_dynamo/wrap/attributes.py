@@ -18,10 +18,10 @@ from fsdp_dynamo.api import (
     MixedPrecision,
     ShardingStrategy,
     TrainingState,
+    converted,
 )
 from fsdp_dynamo.core.unit import UnitState
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
-from fsdp_dynamo.wrap.arguments import prefetch_of
 from fsdp_dynamo.wrap.unit_module import UnitModule
 
 
@@ -48,7 +48,7 @@ class WrapperAttributes(UnitModule):
     @_fixed
     def sharding_strategy(self) -> ShardingStrategy:
         """Strategy in force; ``NO_SHARD`` in a group of one rank."""
-        return self._fsdp_own_unit.config.strategy
+        return self._fsdp_own_unit.config.sharding_strategy
 
     @_fixed
     def cpu_offload(self) -> CPUOffload:
@@ -58,7 +58,7 @@ class WrapperAttributes(UnitModule):
     @_fixed
     def mixed_precision(self) -> MixedPrecision:
         """Precision of this unit, perhaps from a policy; ``MixedPrecision()`` by default."""
-        return self._fsdp_own_unit.config.precision or MixedPrecision()
+        return self._fsdp_own_unit.config.mixed_precision or MixedPrecision()
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
@@ -71,7 +71,7 @@ class WrapperAttributes(UnitModule):
 
     @backward_prefetch.setter
     def backward_prefetch(self, wanted: BackwardPrefetch | None) -> None:
-        self._fsdp_change(backward_prefetch=prefetch_of(wanted))
+        self._fsdp_change(backward_prefetch=converted("backward_prefetch", wanted))
 
     @property
     def forward_prefetch(self) -> bool | None:

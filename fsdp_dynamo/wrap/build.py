@@ -19,7 +19,7 @@ from torch.distributed._composable.contract import (  # no public way to ask
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
+from fsdp_dynamo.api import MixedPrecision
 from fsdp_dynamo.core.dtensors import check_parallel, refuse_tensor_hooks
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.gather_hooks import HookedFlatParameter, has_gather_hooks
@@ -193,7 +193,9 @@ def plan_units(
             config = config_of(owner)
             check_parallel(original.param, fqn, config.groups.all, config.mesh)
             _check_embeddings(original, fqn)
-            original.keeps_dtype = keeps_dtype(original.param, fqn, config_of(owner).precision)
+            original.keeps_dtype = keeps_dtype(
+                original.param, fqn, config_of(owner).mixed_precision
+            )
     values.check([original for originals in owned.values() for original in originals])
     return Planned(owned, paths, late)
 
@@ -218,7 +220,7 @@ def build_units(
     for owner, originals in owned.items():
         for original in originals:
             mark_managed(original.param, join_fqn(planned.paths[owner], original.fqn))
-        _keep_own_precision(originals, config_of(owner).precision)
+        _keep_own_precision(originals, config_of(owner).mixed_precision)
     return {owner: built[owner] for owner in owned}
 
 
@@ -355,7 +357,7 @@ def _build_unit(
     late: set[int],
     device: torch.device,
 ) -> Unit:
-    precision = config.precision
+    precision = config.mixed_precision
     kept = _modules_in_own_precision(originals, precision)
     late = late if _is_worth_splitting(originals, late) else set()
     overridden = None if precision is None else replace(precision, param_dtype=None)
@@ -372,7 +374,7 @@ def _build_unit(
         (HookedFlatParameter if has_hooks else FlatParameter)(
             members,
             config.groups,
-            sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
+            sharded_strategy=config.is_sharded,
             precision=(precision, overridden, None)[chosen],
             offload=config.offload,
             mesh=config.mesh,

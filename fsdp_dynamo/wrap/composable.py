@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,23 +17,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.api import (
+    Arguments,
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
+    PlacementFn,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    UnitArguments,  # noqa: F401  # named in the docstring
     settings_of,
 )
 from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph, is_skipped
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.wrap.arguments import (
-    PlacementFn,
     check_module,
-    note_use_dtensor,
     offload_for,
     outermost_of,
     precision_for,
@@ -42,9 +43,11 @@ from fsdp_dynamo.wrap.arguments import (
     without_forward,
 )
 from fsdp_dynamo.wrap.build import Together
-from fsdp_dynamo.wrap.construct import Arguments, construct
+from fsdp_dynamo.wrap.construct import construct
 from fsdp_dynamo.wrap.fsdp2_methods import TorchFSDPModule, let_pipelines_end_backwards
 from fsdp_dynamo.wrap.unit_module import UnitModule
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 
 _SHARDED = settings_of(
     StateDictType.SHARDED_STATE_DICT,
@@ -73,7 +76,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
 
 def fully_shard(
-    module: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
+    module: ModuleT,
     *,
     policy: object | None = None,
     mesh: DeviceMesh | None = None,
@@ -94,10 +97,9 @@ def fully_shard(
     device_id: int | str | torch.device | None = None,
     sync_module_states: bool = False,
     reduction_group: dist.ProcessGroup | None = None,
-    use_dtensor: bool | None = None,
     collective_precision: CollectivePrecision | None = None,
     unsharded_budget_bytes: int | None = None,
-) -> Any:
+) -> ModuleT:
     """Make a module a unit in place; with a policy, submodules of it too.
 
     Without a policy call it innermost first: on every block, then on the model. The outermost
@@ -107,74 +109,48 @@ def fully_shard(
     ``to_empty()`` or loading, unless ``param_init_fn`` or ``sync_module_states`` give them values.
 
     Args:
-        module: what to shard; a compiled module is sharded below its ``torch.compile``. The modules
-            of a list become one unit, gathered before the first of them runs and resharded after
-            the last; those that are inside another one belong to it.
-        policy: ``auto_wrap_policy`` of ``FullyShardedDataParallel``.
-        mesh: its ``device_mesh``. A 2-D one (replicas, shards) without a strategy is a hybrid one.
-        process_group: its argument of this name.
-        strategy: its ``sharding_strategy``.
+        module: module to shard; a compiled module is sharded below its ``torch.compile``. The
+            modules of a list become one unit, gathered before the first of them runs and resharded
+            after the last; modules inside another one of the list belong to it.
+        policy: ``auto_wrap_policy`` of ``Arguments``.
+        mesh: ``device_mesh`` of ``Arguments``. A 2-D mesh (replicas, shards) implies a hybrid
+            strategy.
+        strategy: ``sharding_strategy`` of ``UnitArguments``.
         reshard_after_forward: in place of ``strategy``: ``False`` keeps parameters unsharded until
-            the backward. A number of ranks, which divides that of the shards, spreads them over so
-            many after the forward, and the backward gathers them there (eager and hooks mode).
-        mixed_precision: its argument of this name.
-        shard_placement_fn: called with each parameter, before anything is changed; returns ``None``
-            or ``Shard``. Other dimensions than the first must divide by the number of shards.
-        mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``, in place of ``mixed_precision``.
-        offload_policy: ``OffloadPolicy`` or ``CPUOffloadPolicy`` of ``torch.distributed.fsdp``, in
+            the backward. A number of ranks, which divides the number of shards: parameters stay
+            sharded over so many ranks after the forward, and the backward gathers among them
+            (eager and hooks mode).
+        mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy`` in place of ``mixed_precision``.
+        offload_policy: ``OffloadPolicy`` or ``CPUOffloadPolicy`` of ``torch.distributed.fsdp`` in
             place of ``cpu_offload``.
-        cpu_offload: its argument of this name.
-        backward_prefetch: its argument of this name.
-        forward_prefetch: its argument of this name.
-        ignored_modules: its argument of this name.
-        ignored_states: its argument of this name.
         ignored_params: parameters that stay as they are.
-        param_init_fn: its argument of this name.
-        device_id: its argument of this name.
-        sync_module_states: its argument of this name.
-        reduction_group: its argument of this name.
-        collective_precision: its argument of this name.
-        unsharded_budget_bytes: its argument of this name, with ``reshard_after_forward=False`` too.
-        use_dtensor: deprecated; parameters are DTensors.
+
+    For the other arguments see ``Arguments`` and see ``UnitArguments``.
 
     Returns:
-        What was given; the class of each module is now a subclass of ``FSDPModule`` and of its own.
+        ``module``; the class of each module is now a subclass of ``FSDPModule`` and of its previous
+        class.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed.
 
-    Source: ``torch.distributed.fsdp.fully_shard``, whose ``mesh``, ``reshard_after_forward``,
-    ``shard_placement_fn``, ``mp_policy``, ``offload_policy`` and ``ignored_params`` these are; FSDP
-    (arXiv:2304.11277).
+    Source: ``torch.distributed.fsdp.fully_shard``; FSDP (arXiv:2304.11277).
     """
-    num_ranks = ranks_after_forward(reshard_after_forward, mesh, process_group)
-    note_use_dtensor(use_dtensor)
-    given = Arguments(
-        process_group=process_group,
+    given = Arguments.of(
+        locals(),
         sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
+        mixed_precision=precision_for(mixed_precision, mp_policy),
         cpu_offload=offload_for(cpu_offload, offload_policy),
         auto_wrap_policy=policy,
-        backward_prefetch=backward_prefetch,
-        mixed_precision=precision_for(mixed_precision, mp_policy),
-        ignored_modules=[*(ignored_modules or ())],
-        ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
-        param_init_fn=param_init_fn,
-        device_id=device_id,
-        sync_module_states=sync_module_states,
-        forward_prefetch=forward_prefetch,
         device_mesh=mesh,
-        reduction_group=reduction_group,
-        state_dict_settings=_SHARDED,
-        collective_precision=collective_precision,
-        unsharded_budget_bytes=unsharded_budget_bytes,
-        may_lack_values=True,
-        shard_placement_fn=shard_placement_fn,
+        ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
     )
-    if not isinstance(module, (list, tuple)):
-        _shard([module], given, num_ranks)
-    else:
+    num_ranks = ranks_after_forward(reshard_after_forward, mesh, process_group)
+    if isinstance(module, Sequence):
         _check_list(module, policy)
         _shard(module, given, num_ranks)
+    else:
+        _shard([module], given, num_ranks)
     return module
 
 
@@ -208,8 +184,10 @@ def _check_list(modules: Sequence[nn.Module], policy: object) -> None:
 def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None) -> None:
     """Make one unit of one or several modules."""
     targets = outermost_of(map(_target_of, modules))
-    made = construct(targets[0] if len(targets) == 1 else Together(targets), given)
+    root = targets[0] if len(targets) == 1 else Together(targets)
+    made = construct(root, given, may_stay_on_meta=True)
     for unit in made.units.values():
+        unit.state_dict_settings = _SHARDED
         if num_ranks is not None:
             unit.settings.regathers_among = part_of(unit.config.groups.shard, num_ranks)
         for owner in unit.modules:
@@ -236,7 +214,7 @@ def _keep_compiled(module: torch._dynamo.OptimizedModule) -> None:
             module.forward = target.__call__
 
 
-def replicate(module: nn.Module, **arguments: Any) -> nn.Module:
+def replicate(module: ModuleT, **arguments: Any) -> ModuleT:
     """Make a module a unit whose parameters stay whole and whose gradients are averaged.
 
     Call it before ``fully_shard``. Below a module of ``fully_shard`` it is a nested unit.
@@ -251,8 +229,7 @@ def replicate(module: nn.Module, **arguments: Any) -> nn.Module:
     Raises:
         FSDPError: see ``fully_shard``.
     """
-    made: nn.Module = fully_shard(module, strategy=ShardingStrategy.NO_SHARD, **arguments)
-    return made
+    return fully_shard(module, strategy=ShardingStrategy.NO_SHARD, **arguments)
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_dynamo.api import (
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictSettings,
-    coerce_collective_precision,
-    coerce_mixed_precision,
-)
+from fsdp_dynamo.api import Arguments, MixedPrecision, PlacementFn
 from fsdp_dynamo.comm.exit_callbacks import let_gloo_settle_at_exit, register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.core.gather_hooks import check_gather_hooks, has_gather_hooks
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.health.comparison import require_same
 from fsdp_dynamo.health.flight_recorder import record_flight_by_default
 from fsdp_dynamo.health.notices import announce_failure, link_groups
@@ -40,11 +33,9 @@ from fsdp_dynamo.module_tree import (
 )
 from fsdp_dynamo.wrap import arguments, build
 from fsdp_dynamo.wrap.arguments import (
-    PlacementFn,
     dim_of,
     effective_strategy,
     override,
-    strategy_of,
     warn_of_cpu_start,
 )
 from fsdp_dynamo.wrap.build import Ignored, managed_modules
@@ -53,32 +44,6 @@ from fsdp_dynamo.wrap_policy import Targets, run_policy
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """FSDP1's environment variable: ``1`` makes evaluation ignore ``MixedPrecision``."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The user's arguments, unchecked; ``FullyShardedDataParallel`` documents each."""
-
-    process_group: object | None
-    sharding_strategy: object | None
-    cpu_offload: object | None
-    auto_wrap_policy: object | None
-    backward_prefetch: object | None
-    mixed_precision: object | None
-    ignored_modules: Iterable[object] | None
-    ignored_states: Iterable[object] | None
-    param_init_fn: Callable[[nn.Module], None] | None
-    device_id: int | str | torch.device | None
-    sync_module_states: bool
-    forward_prefetch: bool | None
-    device_mesh: DeviceMesh | None
-    reduction_group: dist.ProcessGroup | None
-    limit_all_gathers: bool = True
-    shard_placement_fn: PlacementFn | None = None
-    state_dict_settings: StateDictSettings = field(default_factory=StateDictSettings)
-    may_lack_values: bool = False
-    collective_precision: object | None = None
-    unsharded_budget_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,12 +59,15 @@ class Constructed:
     ignored: build.Ignored
 
 
-def construct(module: nn.Module, given: Arguments) -> Constructed:
+def construct(
+    module: nn.Module, given: Arguments, *, may_stay_on_meta: bool = False
+) -> Constructed:
     """Check all arguments, then shard the parameters of ``module``.
 
     Args:
         module: module of the outermost new unit.
         given: the user's arguments.
+        may_stay_on_meta: whether parameters without initial values stay on the meta device.
 
     Raises:
         FSDPError: a subclass, before anything is changed. If deferred initialization fails halfway,
@@ -107,9 +75,8 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     """
     arguments.check_whole_units(module)
     arguments.check_inference(module)
-    strategy = strategy_of(given.sharding_strategy)
-    check_budget(given.unsharded_budget_bytes, strategy)
-    is_given = dist.is_initialized()  # otherwise, making a group warns
+    strategy = given.sharding_strategy
+    is_given = dist.is_initialized()  # without a default group, groups_of creates one and warns
     groups = groups_of(
         given.process_group,
         given.device_mesh,
@@ -119,55 +86,57 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     )
     if is_given:
         arguments.warn_of_one_rank(strategy, groups)
-    arguments.check_init_fn(given.param_init_fn)
-    device_id = arguments.device_of(given.device_id)
-    device = device_for(module, groups.shard, device_id)
-    cpu_offload = arguments.cpu_offload_of(given.cpu_offload)
-    warn_of_cpu_start(module, groups.shard, device_id)
+    device = device_for(module, groups.shard, given.device_id)
+    offload = arguments.offloads(given.cpu_offload, device)
+    warn_of_cpu_start(module, groups.shard, given.device_id)
     begin_run(groups.all, device)
     link_groups(groups.every)
     let_gloo_settle_at_exit()
     register_exit_callback(announce_failure)
     record_flight_by_default()
-    mesh = None if groups.hierarchy else given.device_mesh  # whose order of shards is another one
+    kept = replace(given, sharding_strategy=effective_strategy(strategy, groups)).for_units()
     config = UnitConfig(
         groups=groups,
-        strategy=effective_strategy(strategy, groups),
-        precision=coerce_mixed_precision(given.mixed_precision),
-        backward_prefetch=arguments.prefetch_of(given.backward_prefetch),
-        forward_prefetch=given.forward_prefetch,
-        offload=arguments.offloads(cpu_offload, device),
-        cpu_offload=cpu_offload,
-        limit_all_gathers=given.limit_all_gathers,
+        offload=offload,
         full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
-        state_dict_settings=given.state_dict_settings,
-        mesh=mesh,
-        collective_precision=coerce_collective_precision(given.collective_precision),
+        # The shards of a hierarchy have another order than the ranks of a mesh.
+        mesh=None if groups.hierarchy else given.device_mesh,
+        **kept,
     )
     sources = groups if given.sync_module_states else None
     with together(sources.all if sources else (), device, "checks before sync_module_states"):
-        plan = _plan(module, given, config, sources, device)
-    units = build.build_units(plan.planned, plan.config_of, plan.values)
-    keep_full_precision(module, plan.chosen, config)
+        ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states)
+        chosen = choose_units(module, given.auto_wrap_policy, ignored, config)
+        if given.device_id is not None:
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        managed = build.managed_modules(module, ignored)
+        values = InitialValues(managed, given.param_init_fn, device, sources, may_stay_on_meta)
+        planned = build.plan_units(module, list(chosen.configs), ignored, chosen.config_of, values)
+        _place_parameters(planned, chosen, given.shard_placement_fn)
+    units = build.build_units(planned, chosen.config_of, values)
+    keep_full_precision(module, chosen)
     keep_within(module, units, given.unsharded_budget_bytes)
-    flats = [flat for unit in units.values() for flat in unit.flats]
-    watch_optimizers(flats)
-    return Constructed(units, plan.ignored)
+    watch_optimizers([flat for unit in units.values() for flat in unit.flats])
+    return Constructed(units, ignored)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Checked arguments: the units to build and where their values come from."""
-
-    planned: build.Planned
-    ignored: build.Ignored
-    chosen: Chosen
-    config: UnitConfig
-    values: InitialValues
-
-    def config_of(self, owner: nn.Module) -> UnitConfig:
-        """Configuration of the unit whose outermost module is ``owner``."""
-        return self.chosen.configs.get(owner, self.config)
+def _place_parameters(
+    planned: build.Planned, chosen: Chosen, placement_fn: PlacementFn | None
+) -> None:
+    """Set the dimension along which each parameter is sharded, and check it."""
+    placements = _placements(placement_fn, planned, chosen.root.groups)
+    for owner, originals in planned.owned.items():
+        config = chosen.config_of(owner)
+        num_shards = config.groups.shard.size() if config.is_sharded else 1
+        params = {join_fqn(planned.paths[owner], one.fqn): one for one in originals}
+        for fqn, original in params.items():
+            original.dim = dim_of(placements.get(fqn), original.param, fqn, num_shards)
+            arguments.check_travels(config, fqn, original.param)
+            if has_gather_hooks(original.param):
+                by_rows = original.dim == 0 and config.is_sharded
+                check_gather_hooks(original.param, fqn, config.groups, by_rows=by_rows)
+        arguments.warn_of_padding(params, config)
+    arguments.warn_of_containers(planned.owned)
 
 
 def _placements(
@@ -187,47 +156,6 @@ def _placements(
     return placements
 
 
-def _plan(
-    module: nn.Module,
-    given: Arguments,
-    config: UnitConfig,
-    sources: Groups | None,
-    device: torch.device,
-) -> _Plan:
-    ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states)
-    chosen = choose_units(module, given.auto_wrap_policy, ignored, config)
-    if given.device_id is not None:
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    values = InitialValues(
-        build.managed_modules(module, ignored),
-        given.param_init_fn,
-        device,
-        sources,
-        given.may_lack_values,
-    )
-    configs = chosen.configs
-    planned = build.plan_units(
-        module, list(configs), ignored, lambda owner: configs.get(owner, config), values
-    )
-    every = [(owner, original) for owner, found in planned.owned.items() for original in found]
-    placements = _placements(given.shard_placement_fn, planned, config.groups)
-    for owner, original in every:
-        fqn = join_fqn(planned.paths[owner], original.fqn)
-        own = configs.get(owner, config)
-        num_shards = own.groups.shard.size() if own.strategy is not ShardingStrategy.NO_SHARD else 1
-        original.dim = dim_of(placements.get(fqn), original.param, fqn, num_shards)
-        arguments.check_travels(own, fqn, original.param)
-        if has_gather_hooks(original.param):
-            by_rows = original.dim == 0 and own.strategy is not ShardingStrategy.NO_SHARD
-            check_gather_hooks(original.param, fqn, own.groups, by_rows=by_rows)
-    arguments.warn_of_containers(planned.owned)
-    for owner, found in planned.owned.items():
-        params = {join_fqn(planned.paths[owner], one.fqn): one for one in found}
-        given_config = configs.get(owner, config)
-        arguments.warn_of_padding(params, given_config, given_config.groups.shard.size())
-    return _Plan(planned, ignored, chosen, config, values)
-
-
 # -- unit choice -----------------------------------------------------------------------------------
 # Modules below the root become units if a policy chooses them, or if they keep full precision.
 #
@@ -238,15 +166,21 @@ def _plan(
 
 @dataclass
 class Chosen:
-    """Units below the root.
+    """Configurations of the units.
 
     Attributes:
-        configs: configuration of each unit by module.
+        root: the root's.
+        configs: those of the units below it, by module.
         kept: modules that mixed precision leaves alone.
     """
 
+    root: UnitConfig
     configs: dict[nn.Module, UnitConfig] = field(default_factory=dict)
     kept: set[nn.Module] = field(default_factory=set)
+
+    def config_of(self, owner: nn.Module) -> UnitConfig:
+        """Configuration of the unit whose outermost module is ``owner``."""
+        return self.configs.get(owner, self.root)
 
 
 def choose_units(
@@ -262,12 +196,12 @@ def choose_units(
             in a unit already.
     """
     if policy is None:
-        return Chosen()
+        return Chosen(config)
     found = run_policy(policy, root, ignored.modules, ignored.parameters)
     _refuse_wrapped(root, found)
     free = {module for _, module in managed_modules(root, ignored)}
     configs = {m: override(config, changes) for m, changes in found.items() if m in free}
-    kept = list(_full_precision_modules(root, ignored, config.precision))
+    kept = list(_full_precision_modules(root, ignored, config.mixed_precision))
     if kept:
         names = ", ".join(sorted({type(module).__name__ for module in kept}))
         warnings.warn(
@@ -276,8 +210,8 @@ def choose_units(
             stacklevel=6,
         )
     for module in kept:
-        configs[module] = replace(configs.get(module, config), precision=None)
-    return Chosen(configs, set(kept))
+        configs[module] = replace(configs.get(module, config), mixed_precision=None)
+    return Chosen(config, configs, set(kept))
 
 
 def _refuse_wrapped(root: nn.Module, found: Targets) -> None:
@@ -312,7 +246,7 @@ def _full_precision_modules(
             yield module
 
 
-def keep_full_precision(root: nn.Module, chosen: Chosen, config: UnitConfig) -> None:
+def keep_full_precision(root: nn.Module, chosen: Chosen) -> None:
     """Make units in full precision cast between their dtype and that of the unit around them."""
     missing = set(chosen.kept)
 
@@ -323,9 +257,9 @@ def keep_full_precision(root: nn.Module, chosen: Chosen, config: UnitConfig) -> 
                 keep_module_precision(child, _own_dtype(child))
             if not is_unit(child):
                 inside = chosen.configs.get(child)
-                visit(child, around if inside is None else inside.precision)
+                visit(child, around if inside is None else inside.mixed_precision)
 
-    visit(root, config.precision)
+    visit(root, chosen.root.mixed_precision)
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:
@@ -347,35 +281,6 @@ def _own_dtype(module: nn.Module) -> torch.dtype:
 # those of the kept units, whichever these are.
 #
 # The choice depends only on sizes and module order, so all ranks make the same choice.
-
-
-_RESHARDING = {
-    ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
-}
-"""Strategy that replaces each strategy for units that the budget does not keep."""
-
-
-def check_budget(budget_bytes: object, strategy: ShardingStrategy) -> None:
-    """Raise unless the budget is ``None``, or bytes for a strategy that keeps units unsharded.
-
-    Raises:
-        FSDPTypeError: not an integer.
-        FSDPValueError: negative, or the strategy keeps nothing.
-    """
-    if budget_bytes is None:
-        return
-    where = "argument 'unsharded_budget_bytes'"
-    fix = "Pass the bytes that units may hold between forward and backward, such as 4 << 30."
-    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
-        raise FSDPTypeError(f"{where}: expected an int or None, got {budget_bytes!r}. {fix}")
-    if budget_bytes < 0:
-        raise FSDPValueError(f"{where}: expected 0 or more, got {budget_bytes}. {fix}")
-    if strategy not in _RESHARDING:
-        raise FSDPValueError(
-            f"{where}: expected one of {', '.join(one.name for one in _RESHARDING)}, got "
-            f"{strategy.name}. Choose one of these strategies, or leave the budget out."
-        )
 
 
 def keep_within(root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: int | None) -> None:
@@ -400,11 +305,11 @@ def keep_within(root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: 
         if module is root or module not in units:
             continue
         unit = units[module]
-        resharding = _RESHARDING.get(unit.config.strategy)
+        resharding = unit.config.sharding_strategy.resharding
         held = sum(flat.unsharded_bytes for flat in unit.flats)
         if resharding is None:  # it reshards, or is whole, as a policy says
             continue
         if held <= left:
             left -= held
         else:
-            unit.config = replace(unit.config, strategy=resharding)
+            unit.config = replace(unit.config, sharding_strategy=resharding)

@@ -91,7 +91,7 @@ class UnitModule(UserMethods):
         self._fsdp_gathered: dict[str, list[torch.Tensor]] | None = None
         self._fsdp_share_shards()
         managed = list(build.managed_modules(self._fsdp_inner(), ignored))
-        self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.precision)
+        self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.mixed_precision)
         self._fsdp_full_precision_in_eval = unit.config.full_precision_in_eval
         self._fsdp_has_full_buffers = False
         build.tag_for_dynamo((m for _, m in managed), may_compile)
@@ -154,7 +154,7 @@ class UnitModule(UserMethods):
             if unit.wants_full_precision:
                 build.restore_buffers(managed, dtypes)
             else:
-                build.cast_buffers(managed, unit.config.precision)
+                build.cast_buffers(managed, unit.config.mixed_precision)
 
     def _fsdp_give_own_code(self) -> None:
         self._fsdp_codes = {REDUCES: with_own_code(getattr(type(self), self._fsdp_entry))}

@@ -165,12 +165,11 @@ class UserMethods(nn.Module):
             raise FSDPStateError(
                 f"{where}: expected one call for the whole model, got the second one. Call it once."
             )
-        strategy = self._fsdp_unit.config.strategy
+        strategy = self._fsdp_unit.config.sharding_strategy
         if strategy.is_hybrid or strategy.is_hierarchical:
             raise UnsupportedError(
                 f"{where}: expected a strategy without replicas or a hierarchy, got "
-                f"{self._fsdp_unit.config.strategy.name}. Use FULL_SHARD, SHARD_GRAD_OP or "
-                "NO_SHARD with a hook."
+                f"{strategy.name}. Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook."
             )
         for flat in flats:
             flat.set_comm_hook(partial(hook, HookState(flat.groups) if state is None else state))

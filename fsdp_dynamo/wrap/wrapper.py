@@ -12,18 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import module_tree
 from fsdp_dynamo.api import (
+    Arguments,
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    UnitArguments,  # noqa: F401  # named in the docstring
 )
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
 from fsdp_dynamo.state_dict import methods
 from fsdp_dynamo.wrap import build
-from fsdp_dynamo.wrap.arguments import check_module, note_use_dtensor
+from fsdp_dynamo.wrap.arguments import check_module
 from fsdp_dynamo.wrap.attributes import WrapperAttributes
-from fsdp_dynamo.wrap.construct import Arguments, Constructed, construct
+from fsdp_dynamo.wrap.construct import Constructed, construct
 from fsdp_dynamo.wrap.user_methods import summon_full_params
 
 
@@ -36,45 +38,16 @@ class FullyShardedDataParallel(WrapperAttributes):
     ``torch.compile(model, fullgraph=True, backend="fsdp_dynamo")`` (graph mode).
 
     Args:
-        module: the module to wrap. DTensors take the place of its parameters (``Shard(0)``;
-            ``Replicate()`` with ``NO_SHARD``): make optimizers afterwards.
-        process_group: ranks to shard over; the default group if not given. With a hybrid
-            strategy a pair (shard group, replicate group); not given, each node is a replica.
-        sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
-        cpu_offload: keep shards, gradients and so the optimizer's state in host memory; each
-            unshard copies this rank's part to the device. On CPU it changes nothing.
-        auto_wrap_policy: which submodules become units of their own.
-        backward_prefetch: see ``BackwardPrefetch``; ``None`` prefetches nothing.
-        mixed_precision: see ``MixedPrecision``.
-        ignored_modules: modules that stay as they are.
-        ignored_states: modules or parameters that stay as they are.
-        param_init_fn: initialises modules that are on the meta device; called with each module
-            that holds such tensors itself, in the order of ``modules()``, when they have storage;
-            if it writes none of them, once more with those on the meta device.
-            By default the modules' own ``reset_parameters()``.
-        device_id: the device to move the module to before it is sharded.
-        sync_module_states: broadcast rank 0's parameters and buffers first.
-        forward_prefetch: issue the next unit's all-gather before the current unit's forward.
-            ``None`` (default): on CPU only, whose host does not run ahead of the device.
-        limit_all_gathers: accepted; at most one unit is gathered ahead in any case (on the graph
-            path: ``max_in_flight`` of ``GraphOptions``).
-        use_orig_params: ``False`` is accepted in eager and refused under compile.
-        device_mesh: a mesh in place of ``process_group``: 1-D, or with a hybrid strategy 2-D
-            (replicas, shards).
-        reduction_group: another process group of the ranks that shard, for the gradients: its
-            reduce-scatters do not queue behind all-gathers in one communicator. By default the
-            two share a group.
-        use_dtensor: deprecated; parameters are DTensors.
-        collective_precision: formats with fewer bits in which shards of parameters and gradients
-            travel; a policy's dict of arguments may have one for a unit.
-        unsharded_budget_bytes: with ``SHARD_GRAD_OP`` and ``HYBRID_SHARD_ZERO2``, bytes of
-            unsharded flat parameters that may stay between forward and backward, on top of the
-            root's: the last units of the forward that fit. The others reshard, as with
-            ``FULL_SHARD``. By default all stay.
+        module: the module to wrap. DTensors replace its parameters (``Shard(0)``; ``Replicate()``
+            with ``NO_SHARD``), so make optimizers afterwards.
+        use_orig_params: ``False`` is accepted in eager mode and refused under compile.
+
+    For the other arguments see ``Arguments`` and see ``UnitArguments``. A policy may change some of
+    them for a single unit.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed. The message says what was
-            expected, what came, where, and what to do.
+            expected, what was found, where, and what to do.
 
     Source: FSDP (arXiv:2304.11277) and ZeRO (arXiv:1910.02054); names and arguments are those of
     ``torch.distributed.fsdp.FullyShardedDataParallel``.
@@ -99,38 +72,16 @@ class FullyShardedDataParallel(WrapperAttributes):
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         reduction_group: dist.ProcessGroup | None = None,
-        use_dtensor: bool | None = None,
         collective_precision: CollectivePrecision | None = None,
         unsharded_budget_bytes: int | None = None,
     ) -> None:
+        given = Arguments.of(locals())
         check_module(module)
-        note_use_dtensor(use_dtensor)
         compiled = None
         if isinstance(module, torch._dynamo.OptimizedModule):
             compiled, module = module, module._orig_mod
             check_module(module)
-        made = construct(
-            module,
-            Arguments(
-                process_group=process_group,
-                sharding_strategy=sharding_strategy,
-                cpu_offload=cpu_offload,
-                auto_wrap_policy=auto_wrap_policy,
-                backward_prefetch=backward_prefetch,
-                mixed_precision=mixed_precision,
-                ignored_modules=ignored_modules,
-                ignored_states=ignored_states,
-                param_init_fn=param_init_fn,
-                device_id=device_id,
-                sync_module_states=sync_module_states,
-                forward_prefetch=forward_prefetch,
-                device_mesh=device_mesh,
-                reduction_group=reduction_group,
-                collective_precision=collective_precision,
-                unsharded_budget_bytes=unsharded_budget_bytes,
-                limit_all_gathers=limit_all_gathers,
-            ),
-        )
+        made = construct(module, given)
         _wrap_children(module, made, use_orig_params)
         self._setup(module, made, use_orig_params)
         self._fsdp_become_root()

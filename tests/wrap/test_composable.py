@@ -436,7 +436,7 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
         fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=False),
         fully_shard(nn.Linear(2, 2), mp_policy=half, reshard_after_forward=2),
     ]
-    strategies = [model._fsdp_unit.config.strategy.name for model in models]
+    strategies = [model._fsdp_unit.config.sharding_strategy.name for model in models]
     bias = nn.Linear(2, 2)
     fully_shard(bias, ignored_params=[bias.bias])
     return missing, [
