@@ -370,7 +370,10 @@ class UnitModule(UserMethods):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """``nn.Module.named_modules`` with plain FQNs; a wrapper and its module share one."""
+        """``nn.Module.named_modules`` with plain FQNs; a wrapper and its module share one.
+
+        ``memo``, ``prefix`` and ``remove_duplicate`` are those of ``nn.Module``.
+        """
         self._fsdp_own_root.recover()
         if not prefix:  # torch.fx calls this before it traces a forward without the unit's hooks
             refuse_tracers()
