@@ -13,7 +13,7 @@ from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collective_log import is_profiling, profiler_range
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.streams import SideStreams, side_streams, timer_of
-from fsdp_dynamo.comm.watchdog import wait_on_device, wait_until_settled, wait_with_watchdog
+from fsdp_dynamo.comm.watchdog import wait_on_device, wait_until_finished, wait_with_watchdog
 
 
 class InFlight:
@@ -112,7 +112,7 @@ class InFlight:
         """Wait until nothing writes to the buffers any more, even if the collective fails."""
         self._event = self._finish = None
         if self._group is not None:
-            wait_until_settled(self._works, self._group)
+            wait_until_finished(self._works, self._group)
         else:
             for work in self._works:
                 work.abandon() if isinstance(work, InFlight) else work.wait()

@@ -266,6 +266,8 @@ _MAX_IDLE_PERIODS = 30
 _INTERRUPT_TAG = 0x0D000001
 
 _Wait = tuple[int, dist.ProcessGroup]
+_Check = Callable[[dist.ProcessGroup], None]
+_Deliver = Callable[[DivergenceError], None]
 
 
 class _Watchdog:
@@ -273,32 +275,37 @@ class _Watchdog:
 
     Attributes:
         on_devices: waits of streams.
+        watched: what to do for each group, see ``enable_watchdog``.
+        check_others: check for groups that are not in ``watched``; ``None``: none is watched yet.
+        deliver: posts an error to other ranks; ``None`` as above.
+        closed: why the connections of a group were closed, which gloo does not remember.
     """
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
         self.on_devices = DeviceWaits()
+        self.watched: WeakKeyDictionary[dist.ProcessGroup, Watched] = WeakKeyDictionary()
+        self.check_others: _Check | None = None
+        self.deliver: _Deliver | None = None
+        self.closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_alive = False
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def begin(self, group: dist.ProcessGroup) -> None:
         """Register that the calling thread starts to wait for a collective."""
         self._waits[threading.get_ident()] = (next(self._numbers), group)
-        if not self._is_alive:
-            self._start()
+        self.ensure_running()
 
     def end(self) -> None:
         """Register that the calling thread's wait is over."""
         self._waits.pop(threading.get_ident(), None)
 
-    def look_after(self) -> None:
+    def ensure_running(self) -> None:
         """Start the thread unless it runs."""
-        if not self._is_alive:
-            self._start()
-
-    def _start(self) -> None:
+        if self._is_alive:
+            return
         with self._lock:
             if not self._is_alive:
                 self._is_alive = True
@@ -311,9 +318,9 @@ class _Watchdog:
                 return self._watch()
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
-                if text not in self._told:
-                    self._told.add(text)
-                    _tell(error)
+                if text not in self._reported:
+                    self._reported.add(text)
+                    _warn_of_failure(error)
                 time.sleep(PERIOD_S)
 
     def _watch(self) -> None:
@@ -324,18 +331,18 @@ class _Watchdog:
             now = dict(self._waits)
             idle = 0 if before or now or self.on_devices else idle + 1
             for group in {now[t][1] for t in now if before.get(t) == now[t]}:
-                if _noticed(group) is not None:
+                if self.error_for(group) is not None:
                     _close_connections(group)
             self._look_at_devices()
 
     def _look_at_devices(self) -> None:
         for group, is_overdue in self.on_devices.look():
-            error = _noticed_on_device(group, is_overdue)
+            error = self._error_on_device(group, is_overdue)
             if error is not None:
-                for deliver in _deliverers:
+                if self.deliver is not None:
                     with suppress(RuntimeError):  # the store is gone
-                        deliver(error)
-                self.on_devices.fail(error, _watched[group].report_blocked)
+                        self.deliver(error)
+                self.on_devices.fail(error, self.watched[group].report_blocked)
                 break
         self.on_devices.report_if_blocked()
 
@@ -347,8 +354,42 @@ class _Watchdog:
             self._is_alive = bool(self._waits) or bool(self.on_devices)
             return not self._is_alive
 
+    def check_for(self, group: dist.ProcessGroup) -> _Check | None:
+        """Return the check for a group; ``None`` if no group is watched."""
+        own = self.watched.get(group)
+        return self.check_others if own is None else own.check
 
-def _tell(error: Exception) -> None:
+    def error_for(self, group: dist.ProcessGroup) -> DivergenceError | None:
+        """Return the error of a notice, or of diverged ranks, if there is one."""
+        check = self.check_for(group)
+        if check is None:
+            return None
+        try:
+            check(group)
+        except DivergenceError as error:
+            return error
+        except RuntimeError:  # the store or the group is gone: the waits fail by themselves
+            pass
+        return None
+
+    def _error_on_device(
+        self, group: dist.ProcessGroup, is_overdue: bool
+    ) -> DivergenceError | None:
+        """Return an error if this rank's streams are overdue, or another rank asks for a check."""
+        watched = self.watched.get(group)
+        if watched is None:
+            return None
+        try:
+            if is_overdue:
+                watched.ask()
+            elif not watched.is_asked():
+                return None
+        except RuntimeError:  # the store is gone
+            return None
+        return self.error_for(group)
+
+
+def _warn_of_failure(error: Exception) -> None:
     where = "".join(traceback.format_exception(error))
     with suppress(Warning):  # where warnings are errors
         warnings.warn(
@@ -356,35 +397,6 @@ def _tell(error: Exception) -> None:
             f"report this: {where}",
             stacklevel=2,
         )
-
-
-def _noticed(group: dist.ProcessGroup) -> DivergenceError | None:
-    """Return the error of a notice, or of diverged ranks, if there is one."""
-    check = _check_for(group)
-    if check is None:
-        return None
-    try:
-        check(group)
-    except DivergenceError as error:
-        return error
-    except RuntimeError:  # the store or the group is gone: the waits fail by themselves
-        pass
-    return None
-
-
-def _noticed_on_device(group: dist.ProcessGroup, is_overdue: bool) -> DivergenceError | None:
-    """Return an error if this rank's streams are overdue, or another rank asks for a check."""
-    watched = _watched.get(group)
-    if watched is None:
-        return None
-    try:
-        if is_overdue:
-            watched.ask()
-        elif not watched.is_asked():
-            return None
-    except RuntimeError:  # the store is gone
-        return None
-    return _noticed(group)
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
@@ -400,16 +412,6 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 
 
 _watchdog = _Watchdog()
-_Check = Callable[[dist.ProcessGroup], None]
-_Deliver = Callable[[DivergenceError], None]
-_of_other_groups: list[_Check] = []
-"""Check for groups that have no check of their own; at most one."""
-
-_deliverers: list[_Deliver] = []
-"""Function that delivers errors to other ranks; at most one, set along with the check."""
-
-_closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictionary()
-"""Why the connections of a group were closed, for later waits; gloo does not remember it."""
 
 
 @dataclass(frozen=True)
@@ -431,9 +433,6 @@ class Watched:
     report_blocked: Callable[[DivergenceError], None]
 
 
-_watched: WeakKeyDictionary[dist.ProcessGroup, Watched] = WeakKeyDictionary()
-
-
 def enable_watchdog(
     group: dist.ProcessGroup, own: Watched, check_others: _Check, deliver: _Deliver
 ) -> None:
@@ -444,14 +443,8 @@ def enable_watchdog(
         deliver: posts an error that is about to be raised here, unless it comes from a notice, and
             counts it as heard.
     """
-    _watched[group] = own
-    _of_other_groups[:] = [check_others]
-    _deliverers[:] = [deliver]
-
-
-def _check_for(group: dist.ProcessGroup) -> _Check | None:
-    own = _watched.get(group)
-    return next(iter(_of_other_groups), None) if own is None else own.check
+    _watchdog.watched[group] = own
+    _watchdog.check_others, _watchdog.deliver = check_others, deliver
 
 
 def wait_with_watchdog(
@@ -488,9 +481,9 @@ def wait_on_device(works: Sequence[Work], group: dist.ProcessGroup, streams: Sid
     _watchdog.on_devices.raise_if_failed()
     for work in works:
         work.wait()
-    if group in _watched:
+    if group in _watchdog.watched:
         _watchdog.on_devices.add(group, streams.after_current())
-        _watchdog.look_after()
+        _watchdog.ensure_running()
 
 
 @contextmanager
@@ -524,7 +517,7 @@ class Interruptible:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._is_watched = bool(_of_other_groups)
+        self._is_watched = _watchdog.check_others is not None
 
     def __enter__(self) -> None:
         if self._is_watched:
@@ -537,7 +530,7 @@ class Interruptible:
 
 def notice_for(group: dist.ProcessGroup) -> DivergenceError | None:
     """Return the error that another rank has posted, without counting it as heard."""
-    check = _check_for(group)
+    check = _watchdog.check_for(group)
     raised = None if check is None else run_with_timeout(STORE_TIMEOUT_S, partial(check, group))
     return raised if isinstance(raised, DivergenceError) else None
 
@@ -547,7 +540,7 @@ def refusal_of(error: UnreachableError, group: dist.ProcessGroup, entry: Entry) 
     return _cause(error, group, error.peer, entry) or error
 
 
-def wait_until_settled(works: Sequence[Work], group: dist.ProcessGroup) -> None:
+def wait_until_finished(works: Sequence[Work], group: dist.ProcessGroup) -> None:
     """Wait until works have completed or failed; a notice ends works that never would.
 
     A completed gloo work must not be waited for again: it would wait for another message.
@@ -568,24 +561,19 @@ def _cause(
     error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
 ) -> DivergenceError | None:
     """Return the error of another rank's notice, or one for the peer, which is then delivered."""
-    known = _closed.get(group)
+    known = _watchdog.closed.get(group)
     if known is not None:
-        return _once_more(known)
+        return type(known)(
+            f"{known} The process group has no connections since: start all ranks again, or make a "
+            "new group and wrap the model again."
+        )
     failure = notice_for(group)
     if failure is None:
         message = peer_failure_message(error, group, peer, entry)
         if message is None:
             return None
         failure = RankFailedError(message)
-    _closed[group] = type(failure)(str(failure))  # a copy without the traceback's frames
-    for deliver in _deliverers:
-        run_with_timeout(STORE_TIMEOUT_S, partial(deliver, failure))
+    _watchdog.closed[group] = type(failure)(str(failure))  # without the traceback's frames
+    if _watchdog.deliver is not None:
+        run_with_timeout(STORE_TIMEOUT_S, partial(_watchdog.deliver, failure))
     return failure
-
-
-def _once_more(known: DivergenceError) -> DivergenceError:
-    """Return the error for another wait after a group's connections were closed."""
-    return type(known)(
-        f"{known} The process group has no connections since: start all ranks again, or make a new "
-        "group and wrap the model again."
-    )

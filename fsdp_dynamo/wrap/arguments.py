@@ -35,7 +35,7 @@ from fsdp_dynamo.errors import (
 from fsdp_dynamo.module_tree import is_unit
 
 
-def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
+def check_wire_formats(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
     """Raise if a parameter cannot be sent in its unit's ``collective_precision``."""
     precision = config.collective_precision
     if precision is None:
@@ -47,7 +47,7 @@ def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
             "out: formats are those between nodes there, and gathers between nodes are in no plan."
         )
     _refuse_flat_reductions(config, precision, fqn)
-    if param.dtype not in _TRAVEL:
+    if param.dtype not in _ENCODABLE_DTYPES:
         raise UnsupportedError(
             f"argument 'collective_precision', parameter '{fqn}': expected float32, bfloat16 or "
             f"float16 parameters, got {param.dtype}. Leave the argument out for this unit, by a "
@@ -74,7 +74,7 @@ def _refuse_flat_reductions(config: UnitConfig, precision: CollectivePrecision, 
             )
 
 
-_TRAVEL = (torch.float32, torch.bfloat16, torch.float16)
+_ENCODABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_module(module: object) -> None:

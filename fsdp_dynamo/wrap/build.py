@@ -125,7 +125,7 @@ def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})[api.__name__] = RegistryItem()
 
 
-class Together(nn.Module):
+class CommonParent(nn.Module):
     """Temporary parent of the modules that become one unit; not part of the user's model.
 
     Args:
@@ -383,7 +383,7 @@ def _build_unit(
         )
         for (_, _, chosen, _, has_hooks), members in groups.items()
     ]
-    modules = [*module.children()] if isinstance(module, Together) else [module]
+    modules = [*module.children()] if isinstance(module, CommonParent) else [module]
     return Unit(modules, flats, config)
 
 

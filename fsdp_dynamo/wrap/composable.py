@@ -8,7 +8,7 @@ the user's forward hooks inside, as with the wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +42,7 @@ from fsdp_dynamo.wrap.arguments import (
     strategy_for,
     without_forward,
 )
-from fsdp_dynamo.wrap.build import Together
+from fsdp_dynamo.wrap.build import CommonParent
 from fsdp_dynamo.wrap.construct import construct
 from fsdp_dynamo.wrap.fsdp2_methods import TorchFSDPModule, let_pipelines_end_backwards
 from fsdp_dynamo.wrap.unit_module import UnitModule
@@ -184,14 +184,14 @@ def _check_list(modules: Sequence[nn.Module], policy: object) -> None:
 def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None) -> None:
     """Make one unit of one or several modules."""
     targets = outermost_of(map(_target_of, modules))
-    root = targets[0] if len(targets) == 1 else Together(targets)
+    root = targets[0] if len(targets) == 1 else CommonParent(targets)
     made = construct(root, given, may_stay_on_meta=True)
     for unit in made.units.values():
         unit.state_dict_settings = _SHARDED
         if num_ranks is not None:
             unit.settings.regathers_among = part_of(unit.config.groups.shard, num_ranks)
         for owner in unit.modules:
-            owner.__class__ = _class_for(type(owner))
+            owner.__class__ = _class_for(type(owner))  # type: ignore[arg-type]
             assert isinstance(owner, FSDPModule)
             owner._fsdp_setup(unit, made.ignored, may_compile=True)
             # An earlier module.compile() would bypass the hooks. Run its result inside them.
@@ -232,24 +232,20 @@ def replicate(module: ModuleT, **arguments: Any) -> ModuleT:
     return fully_shard(module, strategy=ShardingStrategy.NO_SHARD, **arguments)
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def _class_for(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the unit subclass of a module's class.
 
     There is one per class, since Dynamo's guards compare classes.
     """
-    if cls not in _classes:
 
-        def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
-            return cls(*args, **kwargs)  # ``type(module)(...)``, as nn.Sequential slices itself
+    def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
+        return cls(*args, **kwargs)  # ``type(module)(...)``, as nn.Sequential slices itself
 
-        members = {"__new__": new, "__doc__": cls.__doc__, "__module__": cls.__module__}
-        if is_skipped(cls.forward):
-            members["forward"] = _compiled_forward(cls)
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
-    return _classes[cls]
+    members = {"__new__": new, "__doc__": cls.__doc__, "__module__": cls.__module__}
+    if is_skipped(cls.forward):
+        members["forward"] = _compiled_forward(cls)
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
 
 
 def _compiled_forward(cls: type[nn.Module]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo.api import Arguments, MixedPrecision, PlacementFn
-from fsdp_dynamo.comm.exit_callbacks import let_gloo_settle_at_exit, register_exit_callback
+from fsdp_dynamo.comm.exit_callbacks import register_exit_callback, wait_for_gloo_at_exit
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.core.gather_hooks import check_gather_hooks, has_gather_hooks
 from fsdp_dynamo.core.optimizers import watch_optimizers
@@ -91,7 +91,7 @@ def construct(
     warn_of_cpu_start(module, groups.shard, given.device_id)
     begin_run(groups.all, device)
     link_groups(groups.every)
-    let_gloo_settle_at_exit()
+    wait_for_gloo_at_exit()
     register_exit_callback(announce_failure)
     record_flight_by_default()
     kept = replace(given, sharding_strategy=effective_strategy(strategy, groups)).for_units()
@@ -115,7 +115,7 @@ def construct(
         _place_parameters(planned, chosen, given.shard_placement_fn)
     units = build.build_units(planned, chosen.config_of, values)
     keep_full_precision(module, chosen)
-    keep_within(module, units, given.unsharded_budget_bytes)
+    limit_unsharded(module, units, given.unsharded_budget_bytes)
     watch_optimizers([flat for unit in units.values() for flat in unit.flats])
     return Constructed(units, ignored)
 
@@ -131,7 +131,7 @@ def _place_parameters(
         params = {join_fqn(planned.paths[owner], one.fqn): one for one in originals}
         for fqn, original in params.items():
             original.dim = dim_of(placements.get(fqn), original.param, fqn, num_shards)
-            arguments.check_travels(config, fqn, original.param)
+            arguments.check_wire_formats(config, fqn, original.param)
             if has_gather_hooks(original.param):
                 by_rows = original.dim == 0 and config.is_sharded
                 check_gather_hooks(original.param, fqn, config.groups, by_rows=by_rows)
@@ -283,7 +283,9 @@ def _own_dtype(module: nn.Module) -> torch.dtype:
 # The choice depends only on sizes and module order, so all ranks make the same choice.
 
 
-def keep_within(root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: int | None) -> None:
+def limit_unsharded(
+    root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: int | None
+) -> None:
     """Make units that do not fit into the budget reshard after their forward.
 
     A unit larger than what is left is skipped; smaller units may still fit. The root is not

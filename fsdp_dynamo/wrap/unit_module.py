@@ -102,9 +102,9 @@ class UnitModule(UserMethods):
         if inner is not self:
             inner.register_state_dict_post_hook(_inner_save_hook)  # type: ignore[no-untyped-call]
             inner.register_load_state_dict_pre_hook(_inner_load_hook)  # type: ignore[no-untyped-call]
-        self._fsdp_tell_inner()
+        self._fsdp_link_inner()
 
-    def _fsdp_tell_inner(self) -> None:
+    def _fsdp_link_inner(self) -> None:
         """Let the wrapped module find its wrapper, for state dicts of the wrapped module itself."""
         inner = self._fsdp_inner()
         if inner is not self:
@@ -113,7 +113,7 @@ class UnitModule(UserMethods):
     def _fsdp_become_root(self) -> None:
         """Make this module the root of all units below, whose roots until now are replaced."""
         own = self._fsdp_unit
-        tree = self if len(own.modules) == 1 else build.Together(own.modules)
+        tree = self if len(own.modules) == 1 else build.CommonParent(own.modules)
         named: list[tuple[str, UnitModule]] = list(module_tree.unit_modules(tree))
         fqns = {module._fsdp_inner(): fqn for fqn, module in named}
         units = dict.fromkeys(module._fsdp_unit for _, module in named)
@@ -350,7 +350,7 @@ class UnitModule(UserMethods):
         watch_optimizers(unit.flats)
         for original in unit.originals():
             mark_managed(original.param, unit.paths.fqn_of(original.fqn))
-        self._fsdp_tell_inner()
+        self._fsdp_link_inner()
         self._fsdp_compiled_bodies = {}
         self._fsdp_compiled_before = None
         self._fsdp_hook_tables = None
