@@ -321,10 +321,8 @@ def _run_callable(
 
 
 # -- trace order -----------------------------------------------------------------------------------
-# In which order a module uses its parameters, by a symbolic trace: nothing is computed.
-#
-# For wrap policies: what is used together belongs into one unit, and what is never used into
-# none.
+# A symbolic trace shows in which order a module uses its parameters, without computing anything.
+# A policy can use it: parameters used together belong in one unit, unused ones in none.
 
 
 @dataclass(frozen=True)
@@ -332,27 +330,27 @@ class ExecutionTrace:
     """Modules and parameters that a forward uses, in the order of first use.
 
     Attributes:
-        modules: by FQN; containers before what they call.
-        parameters: by FQN; tied ones under the name of their first use.
+        modules: by FQN; containers before the modules that they call.
+        parameters: by FQN; tied parameters under the name of their first use.
     """
 
     modules: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]
 
     def uses(self, module: nn.Module) -> bool:
-        """Whether the forward calls this module; what a policy may ask."""
+        """Whether the forward calls this module."""
         return any(module is called for called in self.modules.values())
 
 
 def trace_execution(
     module: nn.Module, concrete_args: Mapping[str, Any] | None = None
 ) -> ExecutionTrace:
-    """Follow a module's forward with symbols in place of tensors.
+    """Trace a module's forward with symbols in place of tensors; the module is not changed.
 
     Args:
-        module: a module that ``torch.fx`` can trace. It is not changed.
-        concrete_args: inputs that are values, not symbols: flags that the forward branches on,
-            by name.
+        module: a module that ``torch.fx`` can trace.
+        concrete_args: inputs that are values instead of symbols, by name: flags that the forward
+            branches on.
 
     Raises:
         FSDPValueError: the forward depends on the values of its inputs.
@@ -370,7 +368,7 @@ def trace_execution(
 
 
 class _Recorder(fx.Tracer):
-    """Notes modules and parameters when they are first used; each is looked at once."""
+    """Tracer that records modules and parameters at their first use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from fsdp_dynamo.version import all_gather_single, reduce_scatter_single
 from graph_passes.wire_format import WireFormat
 
 Transport = Literal["library", "all_to_all", "point_to_point"]
-
+SentT = TypeVar("SentT")
 
 DIRECT_BYTES: dict[Transport, int | None] = {
     "point_to_point": 64 << 10,
@@ -160,11 +160,7 @@ def _gather_works(
 ) -> Sequence[Work]:
     if transport_of(group, pairs[0][0].device) != "point_to_point":
         return _launched(_gather_calls(pairs, group), group)
-    tag = collective_log.message_tag(*entry.signature)
-    try:
-        return point_to_point.issue_all_gathers(pairs, group, tag)
-    except point_to_point.UnreachableError as error:
-        raise refusal_of(error, group, entry) from None
+    return _sent(point_to_point.issue_all_gathers, pairs, group, entry)
 
 
 def _gather_calls(pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Callable[[], Work]]:
@@ -188,12 +184,15 @@ def _launched(calls: Sequence[Callable[[], Work]], group: dist.ProcessGroup) -> 
     return [work]
 
 
-def _exchange_works(
-    pairs: Sequence[Pair], group: dist.ProcessGroup, entry: collective_log.Entry
-) -> tuple[Sequence[Work], list[list[torch.Tensor]]]:
-    tag = collective_log.message_tag(*entry.signature)
+def _sent(
+    issue: Callable[[Sequence[Pair], dist.ProcessGroup, int], SentT],
+    pairs: Sequence[Pair],
+    group: dist.ProcessGroup,
+    entry: collective_log.Entry,
+) -> SentT:
+    """Issue sends and receives, tagged with their collective."""
     try:
-        return point_to_point.issue_exchanges(pairs, group, tag)
+        return issue(pairs, group, collective_log.message_tag(*entry.signature))
     except point_to_point.UnreachableError as error:
         raise refusal_of(error, group, entry) from None
 
@@ -268,7 +267,7 @@ def _issue_encoded_mean(
     works: Sequence[Work]
     if transport_of(group, sent.device) == "point_to_point":
         first = sent.new_empty(sent.numel() // size)
-        works, (parts,) = _exchange_works([(sent, first)], group, entry)
+        works, (parts,) = _sent(point_to_point.issue_exchanges, [(sent, first)], group, entry)
         del parts[rank]
     else:
         received = torch.empty_like(sent)
@@ -330,7 +329,7 @@ def _issue_reduce_mean(
         works = _launched(_reduce_calls(pairs, op, group), group)
         return InFlight(works, kept, event, divide, group, entry)
     if transport == "point_to_point":
-        works, parts = _exchange_works(pairs, group, entry)
+        works, parts = _sent(point_to_point.issue_exchanges, pairs, group, entry)
         finish = partial(_sum_parts, [part for _, part in pairs], parts, divisor)
         return InFlight(works, kept, event, finish, group, entry)
     received = [torch.empty_like(whole) for whole, _ in pairs]

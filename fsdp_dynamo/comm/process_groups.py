@@ -240,46 +240,33 @@ def _hierarchical_groups(
     return Groups(every, every, None, hierarchy)
 
 
-_node_groups: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
-"""Node groups by default group, shared by all wrappers, since connections cost memory."""
-
-
 def _groups_by_node(
     default: dist.ProcessGroup, levels: _Levels
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Group of this rank's node, and its group across nodes."""
-    if default not in _node_groups:
-        size, world = _ranks_per_node(levels), default.size()
-        if world % size:
-            raise FSDPValueError(
-                f"{levels.strategy} without process_group and device_mesh: expected a world size "
-                f"divisible by the {size} rank(s) per node, got {world}. Pass a 2-D device_mesh: "
-                f"init_device_mesh(device, ({levels.mesh}))."
-            )
-        every, position = range(world), dist.get_rank() % size
-        first = dist.get_rank() - position
-        _node_groups[default] = (
-            new_group([default], every[first : first + size], "groups of nodes"),
-            new_group([default], every[position::size], "groups across nodes"),
+    where = f"{levels.strategy} without process_group and device_mesh"
+    size, num_ranks = _ranks_per_node(), default.size()
+    if size is None:
+        raise FSDPValueError(
+            f"{where}: expected a known number of ranks per node, got no LOCAL_WORLD_SIZE in the "
+            "environment, and no accelerator to count. Start with torchrun, or pass a 2-D "
+            f"device_mesh ({levels.mesh})."
         )
-    return _node_groups[default]
-
-
-def _ranks_per_node(levels: _Levels) -> int:
-    """Ranks per node: as the launcher says, otherwise the number of devices."""
-    known = _known_ranks_per_node()
-    if known is not None:
-        return known
-    raise FSDPValueError(
-        f"{levels.strategy} without process_group and device_mesh: expected a known number of "
-        "ranks per node, got no LOCAL_WORLD_SIZE in the environment, and no accelerator to count. "
-        f"Start with torchrun, or pass a 2-D device_mesh ({levels.mesh})."
+    if num_ranks % size:
+        raise FSDPValueError(
+            f"{where}: expected a world size divisible by the {size} rank(s) per node, got "
+            f"{num_ranks}. Pass a 2-D device_mesh: init_device_mesh(device, ({levels.mesh}))."
+        )
+    every, position = range(num_ranks), dist.get_rank() % size
+    first = dist.get_rank() - position
+    return (
+        _subgroup(default, every[first : first + size], "groups of nodes"),
+        _subgroup(default, every[position::size], "groups across nodes"),
     )
 
 
-def _known_ranks_per_node() -> int | None:
+def _ranks_per_node() -> int | None:
+    """Ranks per node as the launcher says, otherwise the number of devices; ``None``: unknown."""
     from_launcher = os.environ.get("LOCAL_WORLD_SIZE")
     if from_launcher is not None:
         return int(from_launcher)
@@ -289,15 +276,9 @@ def _known_ranks_per_node() -> int | None:
 def node_ranks_of(group: dist.ProcessGroup) -> int:
     """Number of a group's ranks on each node if the group spans several nodes, else 1."""
     ranks = dist.get_process_group_ranks(group)
-    size = _known_ranks_per_node() or len(ranks)
+    size = _ranks_per_node() or len(ranks)
     on_nodes = Counter(rank // size for rank in ranks)
     return max(on_nodes.values()) if len(on_nodes) > 1 else 1
-
-
-# -- some of the ranks ----------------------------------------------------------------------------
-
-_parts: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Subgroups by group and size, shared by all units."""
 
 
 def part_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
@@ -305,11 +286,8 @@ def part_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
 
     Every rank of the group must call it. ``size`` divides the group's size.
     """
-    parts = _parts.setdefault(group, {})
-    if size not in parts:
-        first = group.rank() // size * size
-        parts[size] = new_group([group], _ranks(group)[first : first + size], "parts of a group")
-    return parts[size]
+    first = group.rank() // size * size
+    return _subgroup(group, _ranks(group)[first : first + size], "parts of a group")
 
 
 # -- reductions ------------------------------------------------------------------------------------
@@ -347,6 +325,26 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     backend = group._get_backend(group._device_types[0])
     seconds: float = backend.options._timeout.total_seconds()
     return seconds
+
+
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+"""Subgroups by group and ranks, shared by all units, since connections cost memory."""
+
+
+def _subgroup(
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    use: str,
+    of: Sequence[dist.ProcessGroup] = (),
+) -> dist.ProcessGroup:
+    """Return the group of some ranks of a group; see ``new_group``, whose ``of`` is the group."""
+    made = _subgroups.setdefault(group, {})
+    key = tuple(ranks)
+    if key not in made:
+        made[key] = new_group(of or [group], ranks, use)
+    return made[key]
 
 
 def new_group(
@@ -451,7 +449,9 @@ def hierarchy_of(
         for index, row in enumerate(grid)
         for position, rank in enumerate(row)
     }
-    everyone = _group_of(ranks, default, [node, across])
+    everyone = default
+    if len(ranks) < default.size():
+        everyone = _subgroup(default, ranks, "the group of all nodes", [node, across])
     shards = tuple(number[rank] for rank in ranks)
     return everyone, Hierarchy(node, across, shards, tuple(zip(*grid, strict=True)))
 
@@ -460,20 +460,3 @@ def _grid(node: dist.ProcessGroup, across: dist.ProcessGroup) -> list[list[int]]
     """Global ranks by node and position, extrapolated from this rank's row and column."""
     own = dist.get_rank()
     return [[one + other - own for one in _ranks(node)] for other in _ranks(across)]
-
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
-"""Groups by default group and ranks, shared by all wrappers, since connections cost memory."""
-
-
-def _group_of(
-    ranks: Sequence[int], default: dist.ProcessGroup, levels: Sequence[dist.ProcessGroup]
-) -> dist.ProcessGroup:
-    if len(ranks) == default.size():
-        return default
-    made = _groups.setdefault(default, {})
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = new_group(levels, ranks, "the group of all nodes")
-    return made[tuple(ranks)]

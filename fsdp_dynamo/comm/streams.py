@@ -10,10 +10,10 @@ to issue the next collective stops the computation. Hence three streams of our o
 - ``gathers``: shards are copied from the host, cast and sent, and unsharded flat parameters are
   allocated, in the order of this stream; freed memory returns to its pool. Computing streams may
   still read an unsharded parameter when its unit reshards. So its storage is freed later, when the
-  next unit is about to begin (``settle``): the stream of gathers first waits for these readers and
-  for all earlier work on the current stream. An all-gather thus overlaps one unit, whether it was
-  prefetched or not, and at most two units are unsharded. A unit that runs again before ``settle``,
-  as the last unit of a forward does, keeps its parameters.
+  next unit is about to begin (``free_pending``): the stream of gathers first waits for these
+  readers and for all earlier work on the current stream. An all-gather thus overlaps one unit,
+  whether it was prefetched or not, and at most two units are unsharded. A unit that runs again
+  before that, as the last unit of a forward does, keeps its parameters.
 - ``replicas``: the mean over replicas, or between nodes, waits here for the preceding
   reduce-scatter.
 - ``copies``: offloaded gradients are copied to the host.
@@ -48,7 +48,7 @@ class SideStreams:
         self._gathers = self._module.Stream(device=device, priority=high)
         self._replicas = self._module.Stream(device=device, priority=high)
         self._copies = self._module.Stream(device=device)
-        self._retired: list[tuple[Sequence[torch.UntypedStorage], list[Any]]] = []
+        self._to_free: list[tuple[Sequence[torch.UntypedStorage], list[Any]]] = []
 
     def current(self) -> Any:
         """Current stream of the device."""
@@ -100,12 +100,12 @@ class SideStreams:
             self.follow(readers[0])
         readers.append(current)
 
-    def settle(self) -> None:
-        """Make the stream of gathers wait for all readers, then free what was retired before."""
+    def free_pending(self) -> None:
+        """Make the stream of gathers wait for readers, then free the storages of ``free_later``."""
         waited_for = [self.current()]
         self._gathers.wait_stream(waited_for[0])
-        retired, self._retired = self._retired, []
-        for storages, readers in retired:
+        to_free, self._to_free = self._to_free, []
+        for storages, readers in to_free:
             for stream in readers:
                 if stream not in waited_for:
                     self._gathers.wait_stream(stream)
@@ -113,21 +113,23 @@ class SideStreams:
             for storage in storages:
                 storage.resize_(0)
 
-    def retire(self, storages: Sequence[torch.UntypedStorage], readers: Sequence[Any] = ()) -> None:
-        """Free storages in the next ``settle``, after their readers.
+    def free_later(
+        self, storages: Sequence[torch.UntypedStorage], readers: Sequence[Any] = ()
+    ) -> None:
+        """Free storages in the next ``free_pending``, after their readers.
 
         Args:
             storages: freed together.
             readers: streams that have read them, besides the current one.
         """
-        self._retired.append((storages, [*readers, self.current()]))
+        self._to_free.append((storages, [*readers, self.current()]))
 
-    def take_back(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Cancel a ``retire``; false if the storages have been freed already."""
+    def cancel_free(self, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Keep storages of a ``free_later``; false if they have been freed already."""
         wanted = {one.data_ptr() for one in storages}
-        kept = [one for one in self._retired if wanted.isdisjoint(s.data_ptr() for s in one[0])]
-        is_there = len(kept) < len(self._retired)
-        self._retired = kept
+        kept = [one for one in self._to_free if wanted.isdisjoint(s.data_ptr() for s in one[0])]
+        is_there = len(kept) < len(self._to_free)
+        self._to_free = kept
         return is_there
 
     # -- reductions ----------------------------------------------------------------------------

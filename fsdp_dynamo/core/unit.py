@@ -224,8 +224,8 @@ class Unit:
             return
         retired = [storage for flat in self.flats for storage in flat.storages_to_free()]
         if retired and before != self._gathered_versions:
-            streams.settle()  # frees them: they hold old values
-        elif retired and streams.take_back(retired):
+            streams.free_pending()  # frees them: they hold old values
+        elif retired and streams.cancel_free(retired):
             events.instant(self.fqn, "unshard", phase, sum(one.nbytes() for one in retired))
             self.drop_pieces()
             return
@@ -406,7 +406,7 @@ class Unit:
         streams = self._side_streams()
         if streams is not None:
             streams.join(self._readers)
-            streams.settle()
+            streams.free_pending()
 
     def _wait_gathers(self) -> None:
         for in_flight in self._gathers:
@@ -417,7 +417,7 @@ class Unit:
         """Let gathers to come follow what is enqueued now, where they have a stream."""
         streams = self._side_streams()
         if streams is not None:
-            streams.settle()
+            streams.free_pending()
 
     def reshard(self, phase: events.Phase) -> None:
         """Free the unsharded flat parameters."""
@@ -445,9 +445,9 @@ class Unit:
             for storage in storages:
                 storage.resize_(0)
             return
-        streams.retire(storages, self._readers)
+        streams.free_later(storages, self._readers)
         if self.machine.state is UnitState.IDLE:  # outside of its own forward and backward
-            streams.settle()
+            streams.free_pending()
 
     def end_backward(self) -> None:
         """Reshard after its backward, or stay unsharded for the next forward."""
