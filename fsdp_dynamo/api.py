@@ -507,20 +507,20 @@ class Arguments(UnitArguments):
             )
         _check_budget(self.unsharded_budget_bytes, self.sharding_strategy)
 
-    @classmethod
-    def of(cls, passed: Mapping[str, Any], **renamed: Any) -> Arguments:
-        """Collect a constructor's arguments.
-
-        Args:
-            passed: the constructor's ``locals()``; names that are not fields are left out.
-            renamed: arguments that have another name or type there.
-        """
-        names = {f.name for f in fields(cls)}
-        return cls(**{n: v for n, v in {**passed, **renamed}.items() if n in names})
-
     def for_units(self) -> dict[str, Any]:
         """The arguments that units keep, by name."""
         return {f.name: getattr(self, f.name) for f in fields(UnitArguments)}
+
+
+def collect_arguments(passed: Mapping[str, Any], **renamed: Any) -> Arguments:
+    """Collect a constructor's arguments.
+
+    Args:
+        passed: the constructor's ``locals()``; names that are not fields are left out.
+        renamed: arguments that have another name or type there.
+    """
+    names = {f.name for f in fields(Arguments)}
+    return Arguments(**{n: v for n, v in {**passed, **renamed}.items() if n in names})
 
 
 def _coerce_strategy(value: object | None) -> ShardingStrategy:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -61,6 +62,40 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return "all_to_all" if backend.name() == "gloo" else "library"
 
 
+@dataclass(frozen=True)
+class _Logged:
+    """Collective that is logged and about to be issued."""
+
+    group: dist.ProcessGroup
+    entry: collective_log.Entry
+    event: events.Event | None = None
+
+    def set_message_bytes(self, num_bytes: int) -> None:
+        """Record how many bytes are sent, where that is not the tensor's size."""
+        if self.event is not None:
+            self.event.message_bytes = num_bytes
+
+    def send(
+        self,
+        issue: Callable[[Sequence[Pair], dist.ProcessGroup, int], SentT],
+        pairs: Sequence[Pair],
+    ) -> SentT:
+        """Issue sends and receives, whose tag is that of the collective."""
+        try:
+            return issue(pairs, self.group, collective_log.message_tag(*self.entry.signature))
+        except point_to_point.UnreachableError as error:
+            raise refusal_of(error, self.group, self.entry) from None
+
+    def in_flight(
+        self,
+        works: Sequence[Work],
+        buffers: Sequence[torch.Tensor],
+        finish: Callable[[], object] | None = None,
+    ) -> InFlight:
+        """Return the collective's handle; for the arguments see ``InFlight``."""
+        return InFlight(works, buffers, self.event, finish, self.group, self.entry)
+
+
 def issue_all_gather(
     output: torch.Tensor,
     shard: torch.Tensor,
@@ -81,12 +116,12 @@ def issue_all_gather(
         plan: where slices of the shards lie in the output; ``None``: shards in rank order.
     """
     entry = collective_log.record(group, "all_gather", label, output.numel(), use, wire)
+    logged = _Logged(group, entry, event)
     with profiler_range("all_gather", label):
         if wire is not None:
-            return _issue_encoded_gather(output, shard, group, event, entry, wire, plan=plan)
+            return _issue_encoded_gather(output, shard, logged, wire, plan=plan)
         pairs, buffers, finish = _to_gather(output, shard, group, plan)
-        works = _gather_works(pairs, group, entry)
-        return InFlight(works, buffers, event, finish, group, entry)
+        return logged.in_flight(_gather_works(pairs, logged), buffers, finish)
 
 
 def _to_gather(
@@ -129,20 +164,17 @@ def _to_reduce(
 def _issue_encoded_gather(
     output: torch.Tensor,
     shard: torch.Tensor,
-    group: dist.ProcessGroup,
-    event: events.Event | None,
-    entry: collective_log.Entry,
+    logged: _Logged,
     wire: WireFormat,
     may_lack: bool = False,
     plan: GatherPlan | None = None,
 ) -> InFlight:
     """Gather encoded shards; every rank decodes the same messages, its own included."""
-    size = group.size()
+    size = logged.group.size()
     sent = wire_codec.encode(shard, 1, wire, may_lack)
     received = sent.new_empty(sent.numel() * size)
-    if event is not None:
-        event.message_bytes = received.nbytes
-    works = _gather_works([(received, sent)], group, entry)
+    logged.set_message_bytes(received.nbytes)
+    works = _gather_works([(received, sent)], logged)
 
     def finish() -> None:
         if plan is None or plan.is_one_slice:
@@ -152,15 +184,13 @@ def _issue_encoded_gather(
         wire_codec.decode(message, received, size, wire)
         plan.copy_out(output.data, message, size)
 
-    return InFlight(works, (output, sent, received), event, finish, group, entry)
+    return logged.in_flight(works, (output, sent, received), finish)
 
 
-def _gather_works(
-    pairs: Sequence[Pair], group: dist.ProcessGroup, entry: collective_log.Entry
-) -> Sequence[Work]:
-    if transport_of(group, pairs[0][0].device) != "point_to_point":
-        return _launched(_gather_calls(pairs, group), group)
-    return _sent(point_to_point.issue_all_gathers, pairs, group, entry)
+def _gather_works(pairs: Sequence[Pair], logged: _Logged) -> Sequence[Work]:
+    if transport_of(logged.group, pairs[0][0].device) != "point_to_point":
+        return _launched(_gather_calls(pairs, logged.group), logged.group)
+    return logged.send(point_to_point.issue_all_gathers, pairs)
 
 
 def _gather_calls(pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Callable[[], Work]]:
@@ -182,19 +212,6 @@ def _launched(calls: Sequence[Callable[[], Work]], group: dist.ProcessGroup) -> 
         for call in calls:
             call()
     return [work]
-
-
-def _sent(
-    issue: Callable[[Sequence[Pair], dist.ProcessGroup, int], SentT],
-    pairs: Sequence[Pair],
-    group: dist.ProcessGroup,
-    entry: collective_log.Entry,
-) -> SentT:
-    """Issue sends and receives, tagged with their collective."""
-    try:
-        return issue(pairs, group, collective_log.message_tag(*entry.signature))
-    except point_to_point.UnreachableError as error:
-        raise refusal_of(error, group, entry) from None
 
 
 def all_gather(
@@ -237,37 +254,34 @@ def issue_reduce_mean(
     """
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
     entry = collective_log.record(group, kind, label, unsharded.numel(), wire=wire)
+    logged = _Logged(group, entry, event)
     with profiler_range(kind, label):
-        if wire is not None and output is unsharded:
-            return _issue_encoded_all_reduce(output, unsharded, group, event, entry, wire, may_lack)
-        if wire is not None:
-            if plan is not None and not has_message:
-                unsharded = plan.message_of(unsharded.data, group.size())
-            return _issue_encoded_mean(output, unsharded, group, event, entry, wire, may_lack)
-        return _issue_reduce_mean(
-            output, unsharded, group, event, entry, sums_only, plan, has_message
-        )
+        if wire is None:
+            return _issue_reduce_mean(output, unsharded, logged, sums_only, plan, has_message)
+        if output is unsharded:
+            return _issue_encoded_all_reduce(output, unsharded, logged, wire, may_lack)
+        if plan is not None and not has_message:
+            unsharded = plan.message_of(unsharded.data, group.size())
+        return _issue_encoded_mean(output, unsharded, logged, wire, may_lack)
 
 
 def _issue_encoded_mean(
     output: torch.Tensor,
     unsharded: torch.Tensor,
-    group: dist.ProcessGroup,
-    event: events.Event | None,
-    entry: collective_log.Entry,
+    logged: _Logged,
     wire: WireFormat,
     may_lack: bool,
 ) -> InFlight:
     """Exchange encoded parts between all ranks; a rank adds what it decodes to its own part."""
+    group = logged.group
     rank, size = group.rank(), group.size()
     sent = wire_codec.encode_for_others(unsharded, size, rank, wire, may_lack)
-    if event is not None:
-        event.message_bytes = sent.nbytes
+    logged.set_message_bytes(sent.nbytes)
     output.data.view(-1).copy_(unsharded.data.view(size, -1)[rank])
     works: Sequence[Work]
     if transport_of(group, sent.device) == "point_to_point":
         first = sent.new_empty(sent.numel() // size)
-        works, (parts,) = _sent(point_to_point.issue_exchanges, [(sent, first)], group, entry)
+        works, (parts,) = logged.send(point_to_point.issue_exchanges, [(sent, first)])
         del parts[rank]
     else:
         received = torch.empty_like(sent)
@@ -275,70 +289,67 @@ def _issue_encoded_mean(
         messages = received.view(size, -1)
         parts = [some for some in (messages[:rank], messages[rank + 1 :]) if len(some)]
     finish = partial(wire_codec.add_decoded, output, parts, wire, size)
-    return InFlight(works, (output, sent, *parts), event, finish, group, entry)
+    return logged.in_flight(works, (output, sent, *parts), finish)
 
 
 def _issue_encoded_all_reduce(
     output: torch.Tensor,
     unsharded: torch.Tensor,
-    group: dist.ProcessGroup,
-    event: events.Event | None,
-    entry: collective_log.Entry,
+    logged: _Logged,
     wire: WireFormat,
     may_lack: bool,
 ) -> InFlight:
     """Reduce-scatter encoded parts, then all-gather the encoded sums."""
+    group, entry = logged.group, logged.entry
     whole, size = unsharded.data.view(-1), group.size()
     if missing := -whole.numel() % size:
         whole = torch.nn.functional.pad(whole, (0, missing))
     part = whole.new_empty(whole.numel() // size)
-    summed = _issue_encoded_mean(part, whole, group, None, entry, wire, may_lack)
-    if event is not None:
-        event.message_bytes = size * wire.num_bytes(part.numel())
+    summed = _issue_encoded_mean(part, whole, _Logged(group, entry), wire, may_lack)
+    logged.set_message_bytes(size * wire.num_bytes(part.numel()))
 
     def send_to_all() -> None:
         summed.wait()
         then = collective_log.record(group, "all_gather", entry.label, whole.numel(), entry.use)
-        _issue_encoded_gather(whole, part, group, None, then, wire, may_lack).wait()
+        _issue_encoded_gather(whole, part, _Logged(group, then), wire, may_lack).wait()
         if missing:
             output.data.view(-1).copy_(whole[:-missing])
 
-    return InFlight([], (output, *summed.buffers), event, send_to_all, group, entry)
+    return logged.in_flight([], (output, *summed.buffers), send_to_all)
 
 
 def _issue_reduce_mean(
     output: torch.Tensor,
     unsharded: torch.Tensor,
-    group: dist.ProcessGroup,
-    event: events.Event | None,
-    entry: collective_log.Entry,
+    logged: _Logged,
     sums_only: bool,
     plan: GatherPlan | None,
     has_message: bool,
 ) -> InFlight:
+    group = logged.group
     op, divisor = divide_first(unsharded, group, sums_only)
     divide = divide_after(output, op, divisor)
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
-        return InFlight([work], (unsharded,), event, divide, group, entry)
+        return logged.in_flight([work], (unsharded,), divide)
     pairs = _to_reduce(output, unsharded, group, plan, has_message)
+    parts = [part for _, part in pairs]
     kept = (output, *(whole for whole, _ in pairs))
     transport = transport_of(group, unsharded.device)
     works: Sequence[Work]
     if transport == "library":
-        works = _launched(_reduce_calls(pairs, op, group), group)
-        return InFlight(works, kept, event, divide, group, entry)
-    if transport == "point_to_point":
-        works, parts = _sent(point_to_point.issue_exchanges, pairs, group, entry)
-        finish = partial(_sum_parts, [part for _, part in pairs], parts, divisor)
-        return InFlight(works, kept, event, finish, group, entry)
-    received = [torch.empty_like(whole) for whole, _ in pairs]
-    works = [
-        dist.all_to_all_single(rows, whole, group=group, async_op=True)
-        for rows, (whole, _) in zip(received, pairs, strict=True)
-    ]
-    finish = partial(_sum_rows, [part for _, part in pairs], received, divisor)
-    return InFlight(works, kept, event, finish, group, entry)
+        works, finish = _launched(_reduce_calls(pairs, op, group), group), divide
+    elif transport == "point_to_point":
+        works, received = logged.send(point_to_point.issue_exchanges, pairs)
+        finish = partial(_sum_parts, parts, received, divisor)
+    else:
+        rows = [torch.empty_like(whole) for whole, _ in pairs]
+        works = [
+            dist.all_to_all_single(some, whole, group=group, async_op=True)
+            for some, (whole, _) in zip(rows, pairs, strict=True)
+        ]
+        finish = partial(_sum_rows, parts, rows, divisor)
+    return logged.in_flight(works, kept, finish)
 
 
 def _reduce_calls(

@@ -28,6 +28,7 @@ from fsdp_dynamo.api import (
     ShardingStrategy,
     StateDictType,
     UnitArguments,  # noqa: F401  # named in the docstring
+    collect_arguments,
     settings_of,
 )
 from fsdp_dynamo.comm.process_groups import part_of
@@ -136,7 +137,7 @@ def fully_shard(
 
     Source: ``torch.distributed.fsdp.fully_shard``; FSDP (arXiv:2304.11277).
     """
-    given = Arguments.of(
+    given = collect_arguments(
         locals(),
         sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
         mixed_precision=precision_for(mixed_precision, mp_policy),

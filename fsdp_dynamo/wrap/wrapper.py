@@ -12,13 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import module_tree
 from fsdp_dynamo.api import (
-    Arguments,
+    Arguments,  # noqa: F401  # named in the docstring
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     UnitArguments,  # noqa: F401  # named in the docstring
+    collect_arguments,
 )
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
 from fsdp_dynamo.state_dict import methods
@@ -75,7 +76,7 @@ class FullyShardedDataParallel(WrapperAttributes):
         collective_precision: CollectivePrecision | None = None,
         unsharded_budget_bytes: int | None = None,
     ) -> None:
-        given = Arguments.of(locals())
+        given = collect_arguments(locals())
         check_module(module)
         compiled = None
         if isinstance(module, torch._dynamo.OptimizedModule):
