@@ -44,12 +44,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Moment:
-    """Point in time.
-
-    Attributes:
-        host_ns: on the host (``time.perf_counter_ns``).
-        reading: on the device, if there is a clock.
-    """
+    """Point in time on the host (``time.perf_counter_ns``) and, if there is a clock, the device."""
 
     host_ns: int
     reading: Reading | None
@@ -249,8 +244,7 @@ def blocked_since(event: Event | None) -> int:
 def complete(event: Event | None, blocked_since_ns: int, exposed: Reading | None = None) -> None:
     """End a collective's event; the time since ``blocked_since_ns`` was exposed.
 
-    Args:
-        exposed: gives the exposed time where the host did not wait.
+    ``exposed`` gives the exposed time where the host did not wait.
     """
     if event is not None:
         _end(event)
@@ -313,11 +307,7 @@ def is_in_backward() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Identity of a sharded model, which distinguishes its steps.
-
-    Attributes:
-        name: class of the outermost module.
-    """
+    """Identity of a sharded model, named after the class of its outermost module."""
 
     name: str
 
@@ -325,8 +315,7 @@ class Model:
 class Step:  # no __init__: Dynamo would try to compile its frame
     """Outermost forward of a model, and its backward if there is one.
 
-    Attributes:
-        number: how many outermost forwards had begun in this process, this one included.
+    ``number`` counts the outermost forwards of this process.
     """
 
     model: Model
@@ -351,8 +340,7 @@ def current_step() -> Step | None:
 def begin_forward(model: Model) -> Step | None:
     """Begin a forward: a new step, unless a forward or backward of the model is running.
 
-    Returns:
-        The surrounding step, which ``end_forward`` needs.
+    Returns the surrounding step, for ``end_forward``.
     """
     global _in_forward, _num_steps
     around = now = _in_forward

@@ -530,12 +530,7 @@ class _Shared:
 
 
 class _Launch:
-    """Collectives of one kind that become one launch.
-
-    Args:
-        recorded: recorded event of each collective, or ``None``.
-        labels: FQN of each collective's unit.
-    """
+    """Collectives of one kind that become one launch."""
 
     def __init__(
         self, kind: str, group: dist.ProcessGroup, recorded: Events, labels: Sequence[str]
@@ -557,7 +552,6 @@ class _Launch:
         """Add the next collective.
 
         Args:
-            calls: calls of the backend.
             numel: elements of the unsharded side.
             kept: tensors that it reads and writes.
             finish: local work at its end.

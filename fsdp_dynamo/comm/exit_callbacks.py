@@ -49,8 +49,7 @@ def wait_for_gloo_at_exit() -> None:
 def run_with_timeout(timeout_s: float, action: Callable[[], object]) -> Exception | None:
     """Run an action that may block forever on a thread, and abandon it after ``timeout_s``.
 
-    Returns:
-        The exception that the action raised, if any.
+    Returns the exception that the action raised, if any.
     """
     raised: list[Exception] = []
 

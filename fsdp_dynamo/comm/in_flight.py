@@ -65,8 +65,8 @@ class InFlight:
     def handed_over(self, streams: SideStreams, *kept: torch.Tensor) -> InFlight:
         """Wait on the stream of gathers, which must be current; return a handle for other streams.
 
-        Args:
-            kept: tensors of other streams that the collective reads or writes.
+        The handle keeps ``kept`` alive: tensors of other streams that the collective reads or
+        writes.
         """
         event, self._event = self._event, None
         buffers = self._buffers[:1]

@@ -62,14 +62,13 @@ def peer_of(group: dist.ProcessGroup, works: Sequence[Work], position: int) -> i
 def issue_all_gathers(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int) -> list[Work]:
     """Start gathering every rank's shards.
 
+    Raises ``UnreachableError`` if a rank is gone.
+
     Args:
         pairs: outputs ``(n * world_size,)`` and shards ``(n,)``, all contiguous. A shard may be the
             rank's own slot of its output; otherwise it is copied there. All must stay alive and
             unchanged until all works have been waited for.
         tag: tag of the messages, which match in the order of ``pairs``.
-
-    Raises:
-        UnreachableError: a rank is gone.
     """
     rank, size = group.rank(), group.size()
     slots, shards, own = [], [], []
@@ -95,17 +94,13 @@ def issue_exchanges(
 ) -> tuple[list[Work], list[list[torch.Tensor]]]:
     """Start sending each rank its chunks of unsharded tensors.
 
-    Args:
-        pairs: unsharded tensors ``(n * world_size,)`` and this rank's outputs ``(n,)``.
-        tag: tag of the messages, which match in the order of ``pairs``.
+    Takes pairs of an unsharded tensor ``(n * world_size,)`` and this rank's output ``(n,)``.
+    Otherwise like ``issue_all_gathers``.
 
     Returns:
         The works and, for each pair, the parts ``(n,)`` of this rank's chunk in rank order. This
             rank's part is a view of the unsharded tensor. One of the first two parts is the output,
             the rest are views of one buffer of ``(world_size - 2) * n`` elements.
-
-    Raises:
-        UnreachableError: a rank is gone.
     """
     rank, size = group.rank(), group.size()
     received, sent = [], []

@@ -97,11 +97,7 @@ def groups_of(
     is_hybrid: bool,
     is_hierarchical: bool = False,
 ) -> Groups:
-    """Return the process groups that a constructor's arguments ask for.
-
-    Raises:
-        FSDPError: a subclass; the arguments contradict each other or the strategy.
-    """
+    """Return the process groups that a constructor's arguments ask for."""
     default = _default_group()
     if mesh is not None and group is not None:
         raise FSDPValueError(
@@ -127,11 +123,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _initialise_one_rank() -> None:
-    """Create a default group of one rank, for notebooks and experiments.
-
-    Raises:
-        FSDPStateError: a launcher has started several ranks.
-    """
+    """Create a default group of one rank, for notebooks and experiments."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     if num_ranks != "1":
         raise FSDPStateError(
@@ -352,7 +344,8 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Create a group of this rank and others, which first meet in existing groups.
 
-    ``dist.new_group()`` alone would wait for a rank that is gone until the timeout.
+    ``dist.new_group()`` alone would wait for a rank that is gone until the timeout; this raises
+    ``RankFailedError`` at once.
 
     Args:
         of: existing groups that connect the new group's ranks; all of their ranks must call this
@@ -360,9 +353,6 @@ def new_group(
         ranks: global ranks of the new group, this rank included.
         use: purpose of the group, for messages.
         backend: ``None``: the default group's.
-
-    Raises:
-        RankFailedError: a rank is gone, or has not come within the timeout.
     """
     for group in of:
         with watched(group, "barrier", use):
@@ -430,11 +420,7 @@ def hierarchy_of(
     across: dist.ProcessGroup,
     default: dist.ProcessGroup,
 ) -> tuple[dist.ProcessGroup, Hierarchy]:
-    """Return the group of all ranks of both levels, and the levels; every rank must call it.
-
-    Raises:
-        FSDPValueError: the ranks do not form a regular grid.
-    """
+    """Return the group of all ranks of both levels, and the levels; every rank must call it."""
     grid = _grid(node, across)
     ranks = sorted(rank for row in grid for rank in row)
     if len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < default.size():

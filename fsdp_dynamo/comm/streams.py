@@ -90,8 +90,7 @@ class SideStreams:
     def join(self, readers: list[Any]) -> None:
         """Make the current stream wait for the all-gathers that other streams have waited for.
 
-        Args:
-            readers: streams that have waited; the current stream is added.
+        ``readers`` are those streams; the current stream is added to them.
         """
         current = self.current()
         if current in readers:
@@ -116,11 +115,9 @@ class SideStreams:
     def free_later(
         self, storages: Sequence[torch.UntypedStorage], readers: Sequence[Any] = ()
     ) -> None:
-        """Free storages in the next ``free_pending``, after their readers.
+        """Free storages, all together, in the next ``free_pending``.
 
-        Args:
-            storages: freed together.
-            readers: streams that have read them, besides the current one.
+        ``readers`` are the streams that have read them, besides the current one.
         """
         self._to_free.append((storages, [*readers, self.current()]))
 

@@ -62,11 +62,8 @@ def gone_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
     """Return the ranks to which a gloo group's connection is closed; none for other backends.
 
     gloo notices at once when the process at the other end ends, and reports it in the next
-    operation. The operation here is a receive that nobody answers and nobody waits for.
-
-    Args:
-        group: a group that has used its connections.
-        ranks: global ranks of the group, without this one.
+    operation. The operation here is a receive that nobody answers and nobody waits for. ``ranks``
+    are global and do not include this one.
     """
     return [rank for rank in ranks if _is_closed(group, dist.get_group_rank(group, rank))]
 
@@ -223,8 +220,7 @@ class DeviceWaits:
     def fail(self, error: DivergenceError, report: Callable[[DivergenceError], None]) -> None:
         """Make the next wait raise an error, whatever its group; drop all points.
 
-        Args:
-            report: called with the error if no wait raises it soon.
+        ``report`` is called with the error if no wait raises it soon.
         """
         self._failure, self._report, self._run = error, report, _current_run()
         self._looks_since_failure = 1
@@ -232,11 +228,7 @@ class DeviceWaits:
             pending.points.clear()
 
     def raise_if_failed(self) -> None:
-        """Raise the error given to ``fail`` in this run, at every call.
-
-        Raises:
-            DivergenceError: the error, as a new object.
-        """
+        """Raise the error given to ``fail`` in this run, as a new object at every call."""
         if self._failure is None:
             return
         self._looks_since_failure = 0
@@ -440,7 +432,7 @@ def enable_watchdog(
 
     Args:
         check_others: check for groups that have none of their own.
-        deliver: posts an error that is about to be raised here, unless it comes from a notice, and
+        deliver: posts an error that is about to be raised, unless it comes from a notice, and
             counts it as heard.
     """
     _watchdog.watched[group] = own
@@ -451,9 +443,6 @@ def wait_with_watchdog(
     works: Sequence[Work], group: dist.ProcessGroup, entry: Entry | None = None
 ) -> None:
     """Block until collectives of CPU tensors are complete.
-
-    Args:
-        entry: the collective, for messages.
 
     Raises:
         DivergenceError: another rank of the group has posted a notice.
@@ -475,8 +464,7 @@ def wait_with_watchdog(
 def wait_on_device(works: Sequence[Work], group: dist.ProcessGroup, streams: SideStreams) -> None:
     """Make the current stream wait for collectives, and watch the stream.
 
-    Raises:
-        DivergenceError: a failure of any group was found since the last wait.
+    Raises ``DivergenceError`` if a failure of any group was found since the last wait.
     """
     _watchdog.on_devices.raise_if_failed()
     for work in works:
@@ -490,16 +478,13 @@ def wait_on_device(works: Sequence[Work], group: dist.ProcessGroup, streams: Sid
 def watched(group: dist.ProcessGroup, kind: str, use: str, numel: int = 0) -> Iterator[None]:
     """Context for one of torch's blocking collectives, which all ranks of a group call.
 
-    Ranks log the collective and compare it, as they do for collectives of units.
+    Ranks log the collective and compare it, as they do for collectives of units. Raises as
+    ``wait_with_watchdog``.
 
     Args:
         kind: ``"all_reduce"``, ``"broadcast"``, ...
         use: purpose, for messages.
         numel: elements, if equal on all ranks.
-
-    Raises:
-        DivergenceError: another rank of the group has posted a notice.
-        RankFailedError: a rank is gone, or has not come within the group's timeout.
     """
     entry = record(group, kind, "", numel, use)
     try:

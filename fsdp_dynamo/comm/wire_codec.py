@@ -49,12 +49,10 @@ def encode(
     """Encode the parts of a tensor; the messages follow each other in the result.
 
     Args:
-        values: ``(num_parts * n,)``, floating-point.
+        values: ``(num_parts * n,)``, floating-point; the result is ``(num_parts *
+            wire.num_bytes(n),)``.
         num_parts: number of parts of equal size.
         may_lack: whether elements may be ``NO_VALUE``, which must arrive as such.
-
-    Returns:
-        Bytes ``(num_parts * wire.num_bytes(n),)``.
     """
     parts = values.detach().view(num_parts, -1)
     sent = _new_messages(parts, wire)
@@ -122,11 +120,7 @@ def _new_messages(parts: torch.Tensor, wire: WireFormat) -> torch.Tensor:
 def _views(
     messages: torch.Tensor, numel: int, wire: WireFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``(m, c)`` and header with scales ``(m, s)`` of messages ``(m, bytes)``.
-
-    Args:
-        numel: elements of a message.
-    """
+    """Codes ``(m, c)`` and header with scales ``(m, s)`` of messages ``(m, bytes)``."""
     begin = wire.codes_begin(numel)
     code = _CODES[wire.name]
     end = begin + wire.num_codes(numel) * code.itemsize

@@ -47,10 +47,9 @@ def tile_numel(device: torch.device) -> int:
 
 
 def compile_kernels(backend: str | Callable[..., Any]) -> None:
-    """Compile the kernels when they first run on a large tile; one backend per process.
+    """Compile the kernels with a backend of ``torch.compile``, at their first large tile.
 
-    Args:
-        backend: backend of ``torch.compile``.
+    The first call in a process decides the backend.
     """
     for kernel in () if _compiled else _KERNELS:
         # Without ``fullgraph``, which raises at the recompile limit (many dtypes and formats).

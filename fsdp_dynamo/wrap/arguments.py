@@ -145,9 +145,7 @@ def warn_of_padding(params: Mapping[str, OriginalParameter], config: UnitConfig)
 def _padding_bytes(original: OriginalParameter, num_shards: int, is_divided: bool) -> int:
     """Bytes of padding in all shards of a parameter.
 
-    Args:
-        is_divided: whether rows that ``num_shards`` does not divide are padded; otherwise such a
-            parameter is replicated.
+    If rows do not divide by ``num_shards`` they are padded, or replicated unless ``is_divided``.
     """
     param = local_of(original.param)
     size = param.shape[original.dim] if param.dim() else 1
@@ -312,9 +310,6 @@ def ranks_after_forward(
     """Number of ranks that share a unit between forward and backward, if the user gives one.
 
     Returns ``None`` where the strategy decides: all ranks, or this rank alone.
-
-    Raises:
-        FSDPValueError: the number does not divide the number of shards.
     """
     if isinstance(reshard_after_forward, bool) or not isinstance(reshard_after_forward, int):
         return None
@@ -359,11 +354,7 @@ def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
 
 
 def keeps_dtype(param: nn.Parameter, fqn: str, precision: MixedPrecision | None) -> bool:
-    """Whether ``param_dtype_override_fn`` lets a parameter compute in its own dtype.
-
-    Raises:
-        FSDPValueError: the function returned a third dtype.
-    """
+    """Whether ``param_dtype_override_fn`` lets a parameter compute in its own dtype."""
     if precision is None or precision._param_dtype_override_fn is None:
         return False
     wanted = precision._param_dtype_override_fn(param)
@@ -393,14 +384,9 @@ def offload_for(cpu_offload: CPUOffload | None, offload_policy: object | None) -
 
 
 def dim_of(placement: object, param: nn.Parameter, fqn: str, num_shards: int) -> int:
-    """Dimension along which a parameter is sharded.
+    """Dimension along which a parameter is sharded among ``num_shards`` ranks.
 
-    Args:
-        placement: result of ``shard_placement_fn`` for it.
-        num_shards: ranks that share the parameter.
-
-    Raises:
-        UnsupportedError: another placement, or ranks do not divide a dimension other than 0.
+    ``placement`` is the result of ``shard_placement_fn`` for the parameter.
     """
     if placement is None or placement == Shard(0):
         return 0

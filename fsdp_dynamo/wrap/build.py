@@ -114,23 +114,16 @@ def _is_replicated_by_torch(module: nn.Module) -> bool:
 
 
 def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
-    """Register a state of torch's composable API on a module, as the API itself would.
+    """Register a state of torch's composable function ``api`` on a module, as the function would.
 
-    Other APIs look for it: torch's ``replicate`` skips modules that ``fully_shard`` manages.
-
-    Args:
-        api: torch's function, for example ``fully_shard``.
+    Other functions look for it: torch's ``replicate`` skips modules that ``fully_shard`` manages.
     """
     module.__dict__.setdefault(STATE_KEY, {})[api.__wrapped__] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[api.__name__] = RegistryItem()
 
 
 class CommonParent(nn.Module):
-    """Temporary parent of the modules that become one unit; not part of the user's model.
-
-    Args:
-        modules: named by their positions.
-    """
+    """Temporary parent of the modules that become one unit; not part of the user's model."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -163,11 +156,8 @@ def plan_units(
     """Assign every parameter below ``root`` to a unit, and check it; changes nothing.
 
     A parameter that several modules hold belongs to the innermost unit that contains them all, so
-    that it is unsharded before the first of them runs.
-
-    Args:
-        targets: modules below ``root`` that become units of their own.
-        values: initial values, which are checked too.
+    that it is unsharded before the first of them runs. ``targets`` are the modules below ``root``
+    that become units.
     """
     owners = set(targets)
     places: dict[nn.Parameter, list[_Occurrence]] = {}
@@ -427,8 +417,7 @@ def cast_buffers(
 ) -> dict[str, torch.dtype]:
     """Cast floating-point buffers to ``buffer_dtype``, except in modules with their own precision.
 
-    Returns:
-        The previous dtypes of the buffers that were cast, by FQN.
+    Returns the previous dtypes of the buffers that were cast, by FQN.
     """
     dtypes: dict[str, torch.dtype] = {}
     if precision is None or precision.buffer_dtype is None:
@@ -482,10 +471,7 @@ def managed_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """``root`` and the modules below it that are neither ignored nor in a nested unit.
 
-    Modules have plain FQNs and come in the order of ``modules()``.
-
-    Args:
-        remove_duplicate: yield a module once, not once per place.
+    Modules have plain FQNs and come in the order of ``modules()``; once each, or once per place.
     """
 
     def enters(module: nn.Module) -> bool:

@@ -156,11 +156,7 @@ def fully_shard(
 
 
 def _target_of(module: nn.Module) -> nn.Module:
-    """Return the module to shard; below a ``torch.compile``, the compiled module.
-
-    Raises:
-        FSDPError: a subclass; the module cannot be a unit.
-    """
+    """Return the module to shard; below a ``torch.compile``, the compiled module."""
     target: nn.Module = module
     if isinstance(module, torch._dynamo.OptimizedModule):
         target = module._orig_mod

@@ -186,15 +186,7 @@ class Chosen:
 def choose_units(
     root: nn.Module, policy: object | None, ignored: Ignored, config: UnitConfig
 ) -> Chosen:
-    """Choose the units below ``root``; changes nothing.
-
-    Args:
-        config: the root's configuration.
-
-    Raises:
-        FSDPError: a subclass; the policy is invalid, chooses nothing, or chooses a module that is
-            in a unit already.
-    """
+    """Choose the units below ``root``; changes nothing."""
     if policy is None:
         return Chosen(config)
     found = run_policy(policy, root, ignored.modules, ignored.parameters)
@@ -290,13 +282,6 @@ def limit_unsharded(
 
     A unit larger than what is left is skipped; smaller units may still fit. The root is not
     counted, since it stays unsharded in any case.
-
-    Args:
-        units: by their outermost module.
-        budget_bytes: bytes of unsharded flat parameters; ``None``: keep all units.
-
-    Raises:
-        DivergenceError: ranks have different budgets.
     """
     if budget_bytes is None:
         return

@@ -113,13 +113,8 @@ class DeferredInit:
     def run(self) -> Iterator[nn.Module]:
         """Initialize all modules one after the other; yield each module when it has its values.
 
-        Parameters and buffers stay the same objects until DTensors replace them.
-
-        Raises:
-            FSDPValueError: tensors that were not written, listed at the end; a tensor that
-                something references weakly; or a tensor that the initialization ties.
-            Exception: raised by the initialization. After any error the model has its meta tensors
-                again.
+        Parameters and buffers stay the same objects until DTensors replace them. After an error, of
+        ``init`` or for tensors that cannot be initialized, the model has its meta tensors again.
         """
         try:
             for module, slots in self._slots.items():

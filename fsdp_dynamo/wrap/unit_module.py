@@ -481,9 +481,6 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[Any, Any], *, is_outerm
 
     State that belongs to the process (registered name, compiled code) is left to
     ``finished_copies``.
-
-    Raises:
-        FSDPStateError: a nested unit by itself, which depends on its root's schedule.
     """
     is_alone = not any(id(group) in memo for group in unit.config.groups.all)
     if is_alone and not is_outermost:
