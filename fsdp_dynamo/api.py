@@ -440,8 +440,8 @@ class UnitArguments:
             ``None``: only on CPU, whose host does not run ahead of the device.
         cpu_offload: keep shards, gradients and so the optimizer's state in host memory; each
             unshard copies this rank's shard to the device. No effect on CPU.
-        limit_all_gathers: accepted without effect: at most one unit is prefetched in any case (in
-            graph mode: ``max_in_flight`` of ``GraphOptions``).
+        limit_all_gathers: no effect: at most one unit is prefetched in any case (in graph mode:
+            ``max_in_flight`` of ``GraphOptions``). (``FSDP``'s.)
     """
 
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD

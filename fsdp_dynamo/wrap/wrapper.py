@@ -31,7 +31,7 @@ from fsdp_dynamo.wrap.user_methods import summon_full_params
 
 
 class FullyShardedDataParallel(WrapperAttributes):
-    """Shards a module's parameters, gradients and optimizer state over the ranks.
+    """Wrapper that shards a module's parameters, gradients and optimizer state over ranks.
 
     ``model = FullyShardedDataParallel(model, auto_wrap_policy=...)`` replaces the chosen
     submodules by wrappers in place and returns the outermost one. Each wrapper is one unit.
