@@ -44,7 +44,7 @@ def check_wire_formats(config: UnitConfig, fqn: str, param: nn.Parameter) -> Non
         raise UnsupportedError(
             f"argument 'collective_precision', parameter '{fqn}': expected formats that are always "
             "used, with HIERARCHICAL_SHARD, got only_where_exposed=True. Leave only_where_exposed "
-            "out: formats are those between nodes there, and gathers between nodes are in no plan."
+            "out: wire formats apply between nodes there, where graph mode plans no all-gathers."
         )
     _refuse_flat_reductions(config, precision, fqn)
     if param.dtype not in _ENCODABLE_DTYPES:
@@ -65,12 +65,12 @@ def _refuse_flat_reductions(config: UnitConfig, precision: CollectivePrecision, 
         node_ranks = 1 if group is None else node_ranks_of(group)
         if getattr(precision, kind) is not None and node_ranks > 1:
             raise UnsupportedError(
-                f"argument 'collective_precision', parameter '{fqn}': expected gradients as they "
-                "are, reduced over several nodes by all of their ranks, got "
-                f"{kind}={getattr(precision, kind)!r}: each node would send its messages to other "
-                f"nodes from {node_ranks} ranks, {node_ranks} times as many bytes as a ring sends. "
-                f"Leave {kind} out (all_gather may stay), or use HIERARCHICAL_SHARD, whose formats "
-                "are those between nodes."
+                f"argument 'collective_precision', parameter '{fqn}': expected no wire format for "
+                "gradients that all ranks of several nodes reduce together, got "
+                f"{kind}={getattr(precision, kind)!r}: each of a node's {node_ranks} ranks would "
+                f"send to other nodes, {node_ranks} times as many bytes as a ring sends. Leave "
+                f"{kind} out (all_gather may stay), or use HIERARCHICAL_SHARD, which uses wire "
+                "formats between nodes only."
             )
 
 
@@ -134,10 +134,10 @@ def warn_of_padding(params: Mapping[str, OriginalParameter], config: UnitConfig)
     fqn = max(padding, key=lambda fqn: padding[fqn])
     shape = tuple(local_of(params[fqn].param).shape)
     warnings.warn(
-        f"padding makes a unit {1 + total / whole:.2f} times as large (by {total >> 20} MiB), most "
-        f"of all of parameter '{fqn}': {num_shards} ranks share the {(*shape, 1)[0]} rows of its "
-        f"shape {shape}. Shard it along another dimension (fully_shard's shard_placement_fn), over "
-        "fewer ranks (HYBRID_SHARD, a 2-D mesh), or make it several parameters",
+        f"padding makes a unit {1 + total / whole:.2f} times as large (by {total >> 20} MiB), "
+        f"mostly for parameter '{fqn}': {num_shards} ranks share the {(*shape, 1)[0]} rows of "
+        f"its shape {shape}. Shard it along another dimension (fully_shard's shard_placement_fn), "
+        "over fewer ranks (HYBRID_SHARD, a 2-D mesh), or make it several parameters",
         stacklevel=5,
     )
 

@@ -56,7 +56,7 @@ class DeferredInit:
         modules: all managed modules with their FQNs, in the order of ``modules()``.
         init: ``param_init_fn``; ``None``: ``reset_parameters()``.
         device: device on which values are made.
-        values_follow: whether another rank's values overwrite this rank's; then tensors may stay
+        is_overwritten: whether another rank's values overwrite this rank's; then tensors may stay
             unwritten.
     """
 
@@ -65,17 +65,17 @@ class DeferredInit:
         modules: Iterable[tuple[str, nn.Module]],
         init: InitFn | None,
         device: torch.device,
-        values_follow: bool,
+        is_overwritten: bool,
     ) -> None:
         self._device = device
-        self._values_follow = values_follow
+        self._is_overwritten = is_overwritten
         self._init = init
         self._slots: dict[nn.Module, list[_Slot]] = {}
         for fqn, module in modules:
             slots = [slot for slot in _slots_of(fqn, module) if slot.owned.is_meta]
             if slots:
                 self._slots[module] = slots
-        self._taken: dict[torch.Tensor, list[torch.Tensor]] = {}  # by what was on the meta device
+        self._swapped: dict[torch.Tensor, list[torch.Tensor]] = {}  # by what was on the meta device
         self._unwritten: dict[str, None] = {}
 
     @property
@@ -94,7 +94,7 @@ class DeferredInit:
                         "or use fully_shard, which leaves it on the meta device until to_empty() "
                         "or loading."
                     )
-        if self._init is not None or self._values_follow:
+        if self._init is not None or self._is_overwritten:
             return
         without_init = [
             slot.fqn
@@ -139,20 +139,20 @@ class DeferredInit:
         kept = [(tensor, tensor.clone()) for tensor in tied]
         for slot in new:
             if slot.owned.is_meta:  # one module may hold it twice
-                self._take(slot, _without_values(slot.owned, self._device))
+                self._swap(slot, _new_unwritten(slot.owned, self._device))
         before = {slot.name: _WriteDetector(slot.owned) for slot in new}
         init = self._init or _reset
         if init is not _reset or _can_reset(module):  # not needed where values follow
             init(module)
         if init is not _reset and all(before[s.name].is_unwritten(s.tensor) for s in new):
-            _show_meta(new)
+            _register_meta(new)
             init(module)
         for slot in slots:
             self._adopt(slot)
         for tensor, value in kept:  # of a tied parameter, the values of its first holder count
             tensor.copy_(value)
         for slot in new:
-            if not self._values_follow and before[slot.name].is_unwritten(slot.tensor):
+            if not self._is_overwritten and before[slot.name].is_unwritten(slot.tensor):
                 self._unwritten[slot.fqn] = None
 
     def _adopt(self, slot: _Slot) -> None:
@@ -167,10 +167,10 @@ class DeferredInit:
                     f"writes or replaces tensors, got one that ties it to '{other.fqn}'. Tie "
                     "parameters before the model is wrapped."
                 )
-        self._take(slot, given)
+        self._swap(slot, given)
         slot.tensors[slot.name] = slot.owned
 
-    def _take(self, slot: _Slot, given: torch.Tensor) -> None:
+    def _swap(self, slot: _Slot, given: torch.Tensor) -> None:
         """Swap the contents of ``given`` into the slot's tensor, which stays the same object.
 
         Optimizers and other modules may hold that object.
@@ -183,7 +183,7 @@ class DeferredInit:
                 f"optimizers hold, got {error}. Build the model anew on the meta device, and wrap "
                 "it before it is used."
             ) from error
-        self._taken.setdefault(slot.owned, []).append(given)
+        self._swapped.setdefault(slot.owned, []).append(given)
 
     def release(self, modules: Iterable[nn.Module]) -> None:
         """Free values that DTensors of finished units replace.
@@ -194,16 +194,16 @@ class DeferredInit:
         for slot in (slot for module in modules for slot in self._slots.get(module, ())):
             if hasattr(slot.owned, REPLACED):
                 marks = slot.owned.__dict__
-                self._give_back(slot.owned)
+                self._swap_back(slot.owned)
                 slot.owned.__dict__.update(marks)
 
-    def _give_back(self, owned: torch.Tensor) -> None:
-        for given in reversed(self._taken.pop(owned, ())):
+    def _swap_back(self, owned: torch.Tensor) -> None:
+        for given in reversed(self._swapped.pop(owned, ())):
             torch.utils.swap_tensors(owned, given)
 
     def _undo(self) -> None:
-        for owned in [*self._taken]:
-            self._give_back(owned)
+        for owned in [*self._swapped]:
+            self._swap_back(owned)
         for slot in self._all_slots():
             slot.tensors[slot.name] = slot.owned
             slot.owned.__dict__.pop(REPLACED, None)  # where its unit was made already
@@ -212,7 +212,7 @@ class DeferredInit:
         return (slot for slots in self._slots.values() for slot in slots)
 
 
-def _show_meta(slots: Iterable[_Slot]) -> None:
+def _register_meta(slots: Iterable[_Slot]) -> None:
     """Register meta tensors in a module again, for a ``param_init_fn`` that looks for them."""
     for slot in slots:
         meta = torch.empty_like(slot.owned, device="meta")
@@ -230,7 +230,7 @@ def _reset(module: nn.Module) -> None:
     module.reset_parameters()  # type: ignore[operator]
 
 
-def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _new_unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Tensor like ``like`` with storage; floating-point elements are NaN until written."""
     new = torch.empty_like(like, device=device)
     if new.is_floating_point():
@@ -281,7 +281,7 @@ class InitialValues:
         init: ``param_init_fn``.
         device: device on which deferred values are made.
         source: groups in which rank 0 broadcasts its values; ``None``: each rank has its own.
-        may_lack: whether meta tensors may stay, if neither ``init`` nor ``source`` gives values.
+        may_stay_on_meta: whether meta tensors may stay, if ``init`` and ``source`` are ``None``.
     """
 
     def __init__(
@@ -290,11 +290,11 @@ class InitialValues:
         init: InitFn | None,
         device: torch.device,
         source: Groups | None,
-        may_lack: bool,
+        may_stay_on_meta: bool,
     ) -> None:
         self._modules = list(modules)
         self._source = source
-        stays = may_lack and init is None and source is None
+        stays = may_stay_on_meta and init is None and source is None
         follows = source is not None and any(group.rank() for group in source.all)
         self._deferred = DeferredInit([] if stays else self._modules, init, device, follows)
         self.device = device

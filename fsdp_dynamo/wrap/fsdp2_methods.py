@@ -381,10 +381,10 @@ class TorchFSDPModule(FSDP2Methods, fsdp.FSDPModule):
 
     def _get_fsdp_state(self) -> NoReturn:
         raise UnsupportedError(
-            f"{unit_name(self._fsdp_unit.fqn)}: expected a use of FSDPModule's public methods, got "
-            "one of torch's private state. In place of register_fsdp_forward_method of torch use "
-            "that of fsdp_dynamo; share_comm_ctx, deferred reductions of pipelines and torch's "
-            "FSDP2 memory tracker have nothing to work on."
+            f"{unit_name(self._fsdp_unit.fqn)}: expected FSDPModule's public methods, got a use of "
+            "torch's private state. Use fsdp_dynamo.register_fsdp_forward_method in place of "
+            "torch's; share_comm_ctx, deferred reductions of pipelines and torch's FSDP2 memory "
+            "tracker are not supported."
         )
 
 
