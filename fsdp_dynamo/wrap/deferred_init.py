@@ -75,7 +75,7 @@ class DeferredInit:
             slots = [slot for slot in _slots_of(fqn, module) if slot.owned.is_meta]
             if slots:
                 self._slots[module] = slots
-        self._swapped: dict[torch.Tensor, list[torch.Tensor]] = {}  # by what was on the meta device
+        self._swapped: dict[torch.Tensor, list[torch.Tensor]] = {}  # by the slot's tensor
         self._unwritten: dict[str, None] = {}
 
     @property
