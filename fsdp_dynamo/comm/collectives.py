@@ -49,7 +49,7 @@ Measured: docs/decisions/0024-gather-plans.md.
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """How a group's collectives run on a device (a group may have several backends).
+    """Return how a group's collectives run on a device (a group may have several backends).
 
     - ``"point_to_point"``: sends and receives, for gloo's CPU tensors.
     - ``"all_to_all"``: a reduce-scatter is an all-to-all and a local sum, for backends named gloo

@@ -57,7 +57,7 @@ class Groups:
         return rank if self.hierarchy is None else self.hierarchy.shards[rank]
 
     @property
-    def every(self) -> tuple[dist.ProcessGroup, ...]:
+    def communicators(self) -> tuple[dist.ProcessGroup, ...]:
         """All groups that a unit communicates in, perhaps with repetitions."""
         levels = () if self.hierarchy is None else (self.hierarchy.node, self.hierarchy.across)
         return (*self.all, self.reduce, *levels)

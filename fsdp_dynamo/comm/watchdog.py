@@ -408,7 +408,7 @@ _watchdog = _Watchdog()
 
 @dataclass(frozen=True)
 class Watched:
-    """What the watchdog does for a group. Must not refer to the group, which would never be freed.
+    """Actions of the watchdog for a group. Must not refer to the group, which would never be freed.
 
     Attributes:
         check: publishes this rank's collectives; raises ``DivergenceError`` if there is a notice or

@@ -154,7 +154,7 @@ class WrapperAttributes(UnitModule):
 
     @_fixed
     def training_state(self) -> TrainingState:
-        """What this unit is doing now."""
+        """Activity of this unit now."""
         unit = self._fsdp_own_unit
         if unit.machine.state is UnitState.SUMMON_FULL_PARAMS or unit.is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS

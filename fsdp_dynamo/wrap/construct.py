@@ -90,7 +90,7 @@ def construct(
     offload = arguments.offloads(given.cpu_offload, device)
     warn_of_cpu_start(module, groups.shard, given.device_id)
     begin_run(groups.all, device)
-    link_groups(groups.every)
+    link_groups(groups.communicators)
     wait_for_gloo_at_exit()
     register_exit_callback(announce_failure)
     record_flight_by_default()

@@ -488,7 +488,7 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[Any, Any], *, is_outerm
             f"{unit_name(unit.fqn)}: expected a copy of the outermost unit's module, got a nested "
             "one by itself. Copy the whole model, or the module before it is wrapped."
         )
-    groups = (*unit.config.groups.every, unit.settings.regathers_among)
+    groups = (*unit.config.groups.communicators, unit.settings.regathers_among)
     for group in groups:
         memo[id(group)] = group
     new = object.__new__(type(wrapper))
