@@ -323,8 +323,10 @@ _REFUSED: dict[str, tuple[object, str]] = {
 
 
 def _refusing(name: str, accepted: object, reason: str) -> Callable[..., None]:
-    def method(self: FSDP2Methods, *args: Any, recurse: bool = True, **kwargs: Any) -> None:
-        given = [*args, *kwargs.values()]
+    """Return a method that raises for all values but ``accepted``; ``recurse`` has no effect."""
+
+    def method(self: FSDP2Methods, *args: Any, **kwargs: Any) -> None:
+        given = [*args, *(value for key, value in kwargs.items() if key != "recurse")]
         if accepted is not None and given == [accepted]:
             return
         raise UnsupportedError(
@@ -334,20 +336,8 @@ def _refusing(name: str, accepted: object, reason: str) -> Callable[..., None]:
 
     method.__name__, method.__qualname__ = name, f"FSDP2Methods.{name}"
     takes = "Nothing is" if accepted is None else f"Only {accepted} is"
-    method.__doc__ = f"{takes} accepted: {reason}.{_REFUSING_DOC}"
+    method.__doc__ = f"{takes} accepted: {reason}.\n\nRaises:\n    UnsupportedError: otherwise.\n"
     return method
-
-
-_REFUSING_DOC = """
-
-Args:
-    args: what FSDP2's method takes.
-    recurse: without effect.
-    kwargs: what FSDP2's method takes.
-
-Raises:
-    UnsupportedError: any other value.
-"""
 
 
 for _name, (_accepted, _reason) in _REFUSED.items():
