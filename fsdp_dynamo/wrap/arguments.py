@@ -286,22 +286,20 @@ def strategy_for(
             f"argument 'mesh': expected a DeviceMesh, got {mesh!r}. Make one by "
             "init_device_mesh(), or pass a process group as process_group."
         )
+    is_hybrid = mesh is not None and mesh.ndim == 2
     if reshard_after_forward is None:
-        if strategy is None and mesh is not None and mesh.ndim == 2:
-            return ShardingStrategy.HYBRID_SHARD
-        return strategy
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        reshard_after_forward = reshard_after_forward != 1
-    if strategy is not None or not isinstance(reshard_after_forward, bool):
+        return ShardingStrategy.HYBRID_SHARD if strategy is None and is_hybrid else strategy
+    if strategy is not None or not isinstance(reshard_after_forward, int):
         raise FSDPValueError(
             "argument 'reshard_after_forward': expected True, False or None, and no strategy "
             f"beside it, got {reshard_after_forward!r} with strategy {strategy}. FULL_SHARD "
             "reshards after the forward, SHARD_GRAD_OP does not."
         )
-    if mesh is not None and mesh.ndim == 2:
-        hybrid = (ShardingStrategy.HYBRID_SHARD_ZERO2, ShardingStrategy.HYBRID_SHARD)
-        return hybrid[reshard_after_forward]
-    return (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)[reshard_after_forward]
+    # The number 1 means that each rank keeps all parameters, like False. But True == 1.
+    is_kept = reshard_after_forward is not True and reshard_after_forward in (False, 1)
+    if is_hybrid:
+        return ShardingStrategy.HYBRID_SHARD_ZERO2 if is_kept else ShardingStrategy.HYBRID_SHARD
+    return ShardingStrategy.SHARD_GRAD_OP if is_kept else ShardingStrategy.FULL_SHARD
 
 
 def ranks_after_forward(
