@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
@@ -318,12 +319,17 @@ class StateDictSettings:
 EnumT = TypeVar("EnumT", bound=Enum)
 
 
+def _is_torchs(value: object, cls: type) -> bool:
+    """Whether ``value`` is an instance of torch's class of the same name."""
+    return isinstance(value, getattr(fsdp, cls.__name__))
+
+
 def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
     """Return ``value`` as a member of ``enum_type``; torch's enum of the same name is accepted."""
     if isinstance(value, enum_type):
         return value
-    if isinstance(value, Enum) and type(value).__name__ == enum_type.__name__:
-        return enum_type[value.name]
+    if _is_torchs(value, enum_type):
+        return enum_type[value.name]  # type: ignore[attr-defined]
     raise FSDPTypeError(
         f"argument '{argument}': expected a {enum_type.__name__}, got {value!r}. Pass one of "
         f"{', '.join(m.name for m in enum_type)}."
@@ -336,7 +342,7 @@ def coerce_mixed_precision(value: object) -> MixedPrecision | None:
         return None
     if isinstance(value, MixedPrecision):
         return replace(value)
-    if type(value).__name__ == "MixedPrecision":
+    if _is_torchs(value, MixedPrecision):
         return MixedPrecision(**vars(value))
     raise FSDPTypeError(
         f"argument 'mixed_precision': expected a MixedPrecision or None, got {value!r}. Pass "
@@ -412,7 +418,7 @@ def _coerce_config(kind: type[ConfigT], config: object | None, argument: str) ->
         return kind()
     if isinstance(config, kind):
         return replace(config)
-    if type(config).__name__ == kind.__name__:
+    if _is_torchs(config, kind):
         known = {f.name for f in fields(kind)}
         return kind(**{name: value for name, value in vars(config).items() if name in known})
     raise FSDPTypeError(
@@ -536,13 +542,12 @@ def _coerce_prefetch(value: object | None) -> BackwardPrefetch | None:
 def _coerce_offload(value: object | None) -> CPUOffload:
     if value is None:
         return CPUOffload()
-    wanted = getattr(value, "offload_params", None)
-    if not isinstance(wanted, bool):
-        raise FSDPTypeError(
-            f"argument 'cpu_offload': expected a CPUOffload or None, got {value!r}. Pass "
-            "fsdp_dynamo.CPUOffload(offload_params=True)."
-        )
-    return CPUOffload(wanted, getattr(value, "_pin_memory", True))
+    if isinstance(value, (CPUOffload, fsdp.CPUOffload)) and isinstance(value.offload_params, bool):
+        return CPUOffload(value.offload_params, getattr(value, "_pin_memory", True))
+    raise FSDPTypeError(
+        f"argument 'cpu_offload': expected a CPUOffload or None, got {value!r}. Pass "
+        "fsdp_dynamo.CPUOffload(offload_params=True)."
+    )
 
 
 def _coerce_device(value: object | None) -> torch.device | None:

@@ -57,7 +57,8 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     - ``"library"``: the backend's own collectives.
     """
     backend = group._get_backend(device)
-    if type(backend).__name__ == "ProcessGroupGloo" and device.type == "cpu":
+    gloo = getattr(dist, "ProcessGroupGloo", ())  # torch may be built without it
+    if isinstance(backend, gloo) and device.type == "cpu":
         return "point_to_point"
     return "all_to_all" if backend.name() == "gloo" else "library"
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -333,20 +334,19 @@ def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
     """
     if mp_policy is None:
         return mixed_precision
-    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if mixed_precision is not None or not all(hasattr(mp_policy, name) for name in names):
+    if mixed_precision is not None or not isinstance(mp_policy, fsdp.MixedPrecisionPolicy):
         raise FSDPTypeError(
             "argument 'mp_policy': expected a MixedPrecisionPolicy, and no mixed_precision beside "
             f"it, got {mp_policy!r}. Pass one of the two."
         )
-    param_dtype, reduce_dtype, output_dtype, casts = (getattr(mp_policy, n) for n in names)
     return MixedPrecision(
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        cast_forward_inputs=casts,
-        cast_root_forward_inputs=casts,
+        param_dtype=mp_policy.param_dtype,
+        reduce_dtype=mp_policy.reduce_dtype,
+        cast_forward_inputs=mp_policy.cast_forward_inputs,
+        cast_root_forward_inputs=mp_policy.cast_forward_inputs,
         _module_classes_to_ignore=(),
-        output_dtype=output_dtype,
+        output_dtype=mp_policy.output_dtype,
+        # Not in torch 2.11, the oldest version supported.
         _param_dtype_override_fn=getattr(mp_policy, "param_dtype_override_fn", None),
     )
 
@@ -371,14 +371,14 @@ def offload_for(cpu_offload: CPUOffload | None, offload_policy: object | None) -
     """Return ``cpu_offload``, or FSDP2's ``offload_policy`` as a ``CPUOffload``."""
     if offload_policy is None:
         return cpu_offload
-    kind = type(offload_policy).__name__
-    if cpu_offload is not None or kind not in ("OffloadPolicy", "CPUOffloadPolicy"):
+    if cpu_offload is not None or not isinstance(offload_policy, fsdp.OffloadPolicy):
         raise FSDPTypeError(
             "argument 'offload_policy': expected an OffloadPolicy or CPUOffloadPolicy, and no "
             f"cpu_offload beside it, got {offload_policy!r}. Pass one of the two."
         )
-    offloads = kind == "CPUOffloadPolicy"
-    return CPUOffload(offloads, getattr(offload_policy, "pin_memory", True))
+    if isinstance(offload_policy, fsdp.CPUOffloadPolicy):
+        return CPUOffload(True, offload_policy.pin_memory)
+    return CPUOffload()
 
 
 def dim_of(placement: object, param: nn.Parameter, fqn: str, num_shards: int) -> int:
