@@ -173,6 +173,11 @@ def _checked(group: object, where: str) -> dist.ProcessGroup:
     )
 
 
+def serves_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether the group communicates CPU tensors."""
+    return any(kind.type == "cpu" for kind in group._device_types)
+
+
 def served_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return ``device`` if the group communicates there, else the first device of the group."""
     served = [kind.type for kind in group._device_types]

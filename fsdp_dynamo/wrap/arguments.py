@@ -21,7 +21,7 @@ from fsdp_dynamo.api import (
     ShardingStrategy,
     converted,
 )
-from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of
+from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of, serves_cpu
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_layout import size_per_rank
 from fsdp_dynamo.core.original_parameter import OriginalParameter
@@ -215,7 +215,7 @@ def warn_of_cpu_start(
     first = next(module.parameters(), None)
     if device_id is not None or first is None or first.device.type != "cpu":
         return
-    if not any(device.type == "cpu" for device in group._device_types):
+    if not serves_cpu(group):
         warnings.warn(
             "the module is on the CPU and the process group serves no CPU: pass device_id, or "
             "move the module before its first forward",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -167,15 +168,8 @@ class WrapperAttributes(UnitModule):
 # ``wrap(module)`` in a constructor marks a submodule; ``enable_wrap`` says how to wrap it.
 
 
-@dataclass(frozen=True)
-class _Wrapping:
-    """Arguments of the ``enable_wrap`` context that is open."""
-
-    wrapper_cls: Callable[..., nn.Module]
-    arguments: dict[str, Any]
-
-
-_open: ContextVar[_Wrapping | None] = ContextVar("_open", default=None)
+_open: ContextVar[Callable[..., nn.Module] | None] = ContextVar("_open", default=None)
+"""Wrapper class of the open ``enable_wrap`` with its arguments."""
 
 
 @contextmanager
@@ -194,7 +188,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
             "enable_wrap(): expected one enable_wrap() at a time, got a second one inside the "
             "first. Give wrap() the arguments that differ."
         )
-    token = _open.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    token = _open.set(partial(wrapper_cls, **wrapper_kwargs))
     try:
         yield
     finally:
@@ -211,7 +205,5 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     Returns:
         The wrapper; outside ``enable_wrap``, ``module`` itself.
     """
-    wrapping = _open.get()
-    if wrapping is None:
-        return module
-    return wrapping.wrapper_cls(module, **{**wrapping.arguments, **wrap_overrides})
+    wrapper = _open.get()
+    return module if wrapper is None else wrapper(module, **wrap_overrides)

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.comm.process_groups import Groups, serves_cpu
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.original_parameter import REPLACED, OriginalParameter
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
@@ -302,7 +302,7 @@ class InitialValues:
     def check(self, originals: Sequence[OriginalParameter]) -> None:
         """Raise if a value could not be obtained; changes nothing."""
         self._deferred.check()
-        if self._source is None or _serves_cpu(self._source.shard):
+        if self._source is None or serves_cpu(self._source.shard):
             return
         tensors = [*(original.param for original in originals), *self._buffers()]
         if any((self.device if t.is_meta else t.device).type == "cpu" for t in tensors):
@@ -361,10 +361,6 @@ class InitialValues:
                     dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
-def _serves_cpu(group: dist.ProcessGroup) -> bool:
-    return any(device.type == "cpu" for device in group._device_types)
-
-
 def device_for(
     module: nn.Module, group: dist.ProcessGroup, device_id: torch.device | None
 ) -> torch.device:
@@ -378,7 +374,7 @@ def device_for(
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             return tensor.device
-    if _serves_cpu(group) or not torch.accelerator.is_available():
+    if serves_cpu(group) or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
