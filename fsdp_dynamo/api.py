@@ -463,6 +463,8 @@ class UnitArguments:
 class Arguments(UnitArguments):
     """Arguments of ``FSDP`` and ``fully_shard``, converted to our types and checked.
 
+    For the arguments that units keep see ``UnitArguments``.
+
     Attributes:
         process_group: ranks to shard over; by default, all. A hybrid strategy takes a pair (shard
             group, replicate group); by default, each node is a replica.
