@@ -59,7 +59,7 @@ def without_checks() -> Iterator[None]:
     with (
         mock.patch.object(collective_log, "record", _record_nothing),
         mock.patch.object(collective_log, "message_tag", _one_tag),
-        mock.patch.object(watchdog, "_of_other_groups", []),
+        mock.patch.object(watchdog._watchdog, "check_others", None),
     ):
         yield
 

@@ -1,7 +1,7 @@
 """Errors of fsdp_dynamo.
 
-A message says where (unit or parameter by FQN, argument, rank), what was expected, what was found,
-and how to fix it: ``where: expected ..., got .... Fix.``
+A message names the place (unit or parameter by FQN, argument, rank), what was expected, what was
+found and how to fix it: ``where: expected ..., got .... Fix.``
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Mistake = Literal[
     "another-graph-on-one-rank",
     "other-units-on-one-rank",
 ]
-"""The most common mistakes: anchors of headings in docs/troubleshooting.md."""
+"""Common mistakes, by the anchors of their headings in docs/troubleshooting.md."""
 
 TROUBLESHOOTING = "docs/troubleshooting.md"
 
@@ -31,7 +31,7 @@ class FSDPError(RuntimeError):
 
     Args:
         text: the message.
-        see: section of the troubleshooting page with more.
+        see: section of the troubleshooting page to refer to.
     """
 
     def __init__(self, text: str, *, see: Mistake | None = None) -> None:
@@ -39,17 +39,17 @@ class FSDPError(RuntimeError):
 
 
 class FSDPTypeError(FSDPError, TypeError):
-    """An argument of the wrong type."""
+    """Argument of the wrong type."""
 
 
 class FSDPValueError(FSDPError, ValueError):
-    """An argument or a tensor with a wrong value."""
+    """Argument or tensor with a wrong value."""
 
 
 class FSDPStateError(FSDPError, AssertionError, ValueError):
-    """A call that is not allowed in the current training state.
+    """Call that is not allowed in the current training state.
 
-    FSDP1 raises one of these bases, depending on the call.
+    FSDP1 raises one of the base classes, depending on the call.
     """
 
 
@@ -62,15 +62,15 @@ class RankFailedError(DivergenceError):
 
 
 class CheckpointError(FSDPError):
-    """A checkpoint that cannot be written or loaded."""
+    """Checkpoint that cannot be written or loaded."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
-    """An argument, a model or a call that this version does not support."""
+    """Argument, model or call that this version does not support."""
 
 
 def with_section(text: str, see: Mistake) -> str:
-    """A message that ends with a section of the troubleshooting page."""
+    """Append a reference to a section of the troubleshooting page."""
     return f"{text} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo troubleshoot {see})."
 
 
@@ -80,10 +80,10 @@ def how_to_install(extra: str) -> str:
 
 
 def first_line(value: object) -> str:
-    """The first line of another library's message."""
+    """First line of another library's message."""
     return str(value).partition("\n")[0]
 
 
 def unit_name(fqn: str) -> str:
-    """A unit's name in messages (the root's FQN is the empty string)."""
+    """Name of a unit in messages (the root's FQN is the empty string)."""
     return f"unit '{fqn}'" if fqn else "the root unit"

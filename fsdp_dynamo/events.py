@@ -1,11 +1,10 @@
 """Recorder of unshards, reshards, collectives and compute, in order of issue and by step.
 
-Off, the recorder is ``None``, and ``begin``, ``instant``, ``complete`` and ``finish`` return at
-once. On, each event is appended when its work is *issued*, so the order of the list is the order of
-issue.
+While off, ``recorder`` is ``None``, and ``begin``, ``instant``, ``complete`` and ``finish`` return
+at once. While on, an event is appended when its work is *issued*.
 
-Times are the host's. Where it runs ahead of a device, they would be those of enqueueing: there the
-log has a clock of the device, and the times that it has noted are read when the recording ends.
+Times are the host's. On a device behind the host these would be times of enqueueing, so the log has
+a clock of the device, whose readings are evaluated when the recording ends.
 """
 
 from __future__ import annotations
@@ -30,27 +29,22 @@ COMPUTE_KINDS = frozenset({"forward", "backward"})
 
 
 Reading = Callable[[], int]
-"""Nanoseconds, once a device is there; the host waits for it."""
+"""Nanoseconds on the host's clock, known once the device has reached the point; blocks the host."""
 
 
 class Clock(Protocol):
-    """The time of a device that is behind the host."""
+    """Clock of a device that runs behind the host."""
 
     def now(self) -> Reading:
-        """Note where the current stream is; gives the time on the host's clock."""
+        """Record the current position of the current stream."""
 
     def stop(self) -> None:
-        """Block the host until the current stream is here; then readings may be asked."""
+        """Block the host until the current stream is here; then readings may be evaluated."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A time that was noted.
-
-    Attributes:
-        host_ns: on the host (``time.perf_counter_ns``).
-        reading: gives that of the device's clock, where there is one.
-    """
+    """Point in time on the host (``time.perf_counter_ns``) and, if there is a clock, the device."""
 
     host_ns: int
     reading: Reading | None
@@ -58,25 +52,24 @@ class Moment:
 
 @dataclass
 class Event:
-    """One unshard, reshard, collective or piece of compute.
+    """Unshard, reshard, collective or compute of one unit.
 
     Attributes:
-        unit: the unit's FQN, ``""`` for the root.
-        kind: of the event.
-        phase: the pass in which it was issued.
-        num_bytes: of the unsharded tensor that the event is about; 0 for compute.
-        source: ``"hook"`` where Python around the compute did it, ``"graph"`` where a node of
-            a compiled graph did.
+        unit: FQN of the unit, ``""`` for the root.
+        kind: what happened.
+        phase: pass in which it was issued.
+        num_bytes: size of the unsharded tensor; 0 for compute.
+        source: ``"hook"`` if Python code around the compute issued it, ``"graph"`` if a node of a
+            compiled graph did.
         issued_ns: when it was issued or began (``time.perf_counter_ns``).
         waited_ns: when it was known to be complete; 0 while it is in flight.
-        exposed_ns: how long the rank was blocked for it, computing nothing: the host, or, where it
-            runs ahead of a device, the stream that computes.
-        message_bytes: what travels for it, all ranks' parts: ``num_bytes``, or less where shards
-            have a format; 0 for what is no collective.
-        graph: digest of the plan of the graph whose event it is; ``""``: it is of none.
-        step: to which it belongs; ``None`` outside of forwards and backwards (state dicts).
-        readings: what gives times above once the device is there, by their names; until then the
-            host's times stand.
+        exposed_ns: how long it blocked the rank: the host or, on a device, the computing stream.
+        message_bytes: bytes sent, all ranks' parts: ``num_bytes``, or less with a wire format; 0
+            unless it is a collective.
+        graph: digest of the plan of the compiled graph that issued it; ``""`` for none.
+        step: step it belongs to; ``None`` outside of forwards and backwards (state dicts).
+        readings: device times by attribute name, which replace the host's times when the recording
+            ends.
     """
 
     unit: str
@@ -94,11 +87,11 @@ class Event:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """``(kind, unit, phase)``: what order assertions compare."""
+        """``(kind, unit, phase)``, as compared by assertions about order."""
         return (self.kind, self.unit, self.phase)
 
     def begin_with(self, moment: Moment) -> None:
-        """Begin, in retrospect, at a moment before."""
+        """Move the begin of the event to an earlier moment."""
         self.issued_ns = moment.host_ns
         self.readings.pop("issued_ns", None)
         if moment.reading is not None:
@@ -106,19 +99,18 @@ class Event:
 
 
 class EventLog(list[Event]):
-    """The list of ``Event`` that ``record_events`` yields, in order of issue.
+    """List of ``Event`` that ``record_events`` yields, in order of issue.
 
     Attributes:
         at_end: called when the recording ends, or ``None``.
-        clock: of the device that computes; ``None`` where the host's is right, or until the device
-            is known.
+        clock: clock of the device; ``None`` on CPU, or until the device is known.
     """
 
     def __init__(self, outer: EventLog | None = None) -> None:
         super().__init__()
         self._lock = threading.Lock()
         self._outer = outer
-        self._inner: list[EventLog] = []  # of recordings that were begun in this one
+        self._inner: list[EventLog] = []  # open recordings inside this one
         self.at_end: Callable[[], None] | None = None
         self.clock: Clock | None = None
 
@@ -162,18 +154,18 @@ class EventLog(list[Event]):
             event.readings["waited_ns"] = event.readings["issued_ns"]
 
     def now(self) -> Moment:
-        """The time now, for an event that is recorded later."""
+        """Return the current time, for an event that is recorded later."""
         return Moment(time.perf_counter_ns(), None if self.clock is None else self.clock.now())
 
     def end(self, event: Event) -> None:
-        """Let an event end now."""
+        """End an event now."""
         event.waited_ns = time.perf_counter_ns()
         if self.clock is not None:
             event.readings["waited_ns"] = self.clock.now()
 
     @contextmanager
     def within(self) -> Iterator[EventLog]:
-        """A recording within this one, of what is issued while the context is open."""
+        """Open a recording inside this one; both get what is issued meanwhile."""
         log = EventLog(self)
         self._inner.append(log)
         try:
@@ -181,11 +173,12 @@ class EventLog(list[Event]):
         finally:
             if self.at_end is not None:
                 self.at_end()
-            self._inner = [other for other in self._inner if other is not log]  # equal ones stay
+            # Not ``remove``, which would compare logs by their contents.
+            self._inner = [other for other in self._inner if other is not log]
             log.read_clock()
 
     def read_clock(self) -> None:
-        """Wait for the device, and give events its times."""
+        """Wait for the device, and replace the host's times of events by the device's."""
         if self._outer is not None:
             self.clock = self._outer.clock
         if self.clock is not None:
@@ -196,11 +189,11 @@ class EventLog(list[Event]):
             event.readings.clear()
 
     def keys(self, *kinds: Kind) -> list[tuple[str, str, str]]:
-        """``Event.key`` of all events, or of those of the kinds named."""
+        """``Event.key`` of all events, or of the given kinds."""
         return [event.key for event in self if not kinds or event.kind in kinds]
 
     def peak_unsharded_bytes(self) -> int:
-        """Most bytes that were unsharded at one time, from unshard and reshard events."""
+        """Largest number of bytes unsharded at one time, from unshard and reshard events."""
         live = peak = 0
         for event in self:
             if event.kind == "unshard":
@@ -211,16 +204,16 @@ class EventLog(list[Event]):
         return peak
 
     def exposed_ms(self) -> float:
-        """Milliseconds in which the rank was blocked by collectives."""
+        """Milliseconds for which collectives blocked the rank."""
         return sum(e.exposed_ns for e in self if e.kind in COLLECTIVE_KINDS) / 1e6
 
 
 recorder: EventLog | None = None
-"""The log being written, or ``None``. Read it; only ``record_events`` sets it."""
+"""Log being written, or ``None``. Only ``record_events`` sets it."""
 
 
 def begin(unit: str, kind: Kind, phase: Phase, num_bytes: int = 0) -> Event | None:
-    """Record an event that begins now; ``None`` while nothing records."""
+    """Record an event that begins now; returns ``None`` while nothing records."""
     return None if recorder is None else recorder.issue(unit, kind, phase, num_bytes)
 
 
@@ -231,7 +224,7 @@ def instant(unit: str, kind: Kind, phase: Phase, num_bytes: int) -> None:
 
 
 def finish(event: Event | None) -> None:
-    """Mark a compute event as ended, once."""
+    """End a compute event, once."""
     if event is not None and not event.waited_ns:
         _end(event)
 
@@ -244,14 +237,14 @@ def _end(event: Event) -> None:
 
 
 def blocked_since(event: Event | None) -> int:
-    """The time at which a wait for a collective begins, for ``complete``."""
+    """Time at which a wait for a collective begins, for ``complete``."""
     return 0 if event is None else time.perf_counter_ns()
 
 
 def complete(event: Event | None, blocked_since_ns: int, exposed: Reading | None = None) -> None:
-    """Mark a collective as complete; the time since ``blocked_since_ns`` was exposed.
+    """End a collective's event; the time since ``blocked_since_ns`` was exposed.
 
-    ``exposed``: gives that time where the host did not wait.
+    ``exposed`` gives the exposed time where the host did not wait.
     """
     if event is not None:
         _end(event)
@@ -262,7 +255,7 @@ def complete(event: Event | None, blocked_since_ns: int, exposed: Reading | None
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Leave out of the open recordings what happens while the context is open."""
+    """Pause all open recordings inside the context."""
     global recorder
     before, recorder = recorder, None
     try:
@@ -273,11 +266,11 @@ def unrecorded() -> Iterator[None]:
 
 @contextmanager
 def record_events() -> Iterator[EventLog]:
-    """Record all events of this process while the context is open.
+    """Record all events of this process inside the context.
 
     Yields:
-        The list of events, in order of issue. It can be read after the context has closed. One
-        context may be within another: both get what is issued in the inner one.
+        The list of events in order of issue, which stays readable afterwards. Contexts can be
+            nested; each gets what is issued inside it.
     """
     global recorder
     if recorder is not None:
@@ -295,14 +288,14 @@ def record_events() -> Iterator[EventLog]:
 
 
 # -- steps -----------------------------------------------------------------------------------------
-# The step under way: an outermost forward of a model, with its backward.
+# A step is an outermost forward of a model, with its backward if there is one.
 
 
 NO_GRAPH_TASK = -1
 
 
 def current_graph_task() -> int:
-    """Autograd's number of the backward that runs in this thread, or ``NO_GRAPH_TASK``."""
+    """Number of the backward that autograd runs in this thread, or ``NO_GRAPH_TASK``."""
     task: int = torch._C._current_graph_task_id()
     return task
 
@@ -314,21 +307,15 @@ def is_in_backward() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Identity of a sharded model, by which steps are told apart.
-
-    Attributes:
-        name: class of the outermost module.
-    """
+    """Identity of a sharded model, named after the class of its outermost module."""
 
     name: str
 
 
-class Step:  # without a constructor in Python, whose frame Dynamo would look at
-    """One outermost forward of a model, and its backward if there is one.
+class Step:  # no __init__: Dynamo would try to compile its frame
+    """Outermost forward of a model, and its backward if there is one.
 
-    Attributes:
-        model: whose.
-        number: of outermost forwards in this process that had begun, this one included.
+    ``number`` counts the outermost forwards of this process.
     """
 
     model: Model
@@ -337,7 +324,7 @@ class Step:  # without a constructor in Python, whose frame Dynamo would look at
 
 _num_steps = 0
 _in_forward: Step | None = None
-_in_backward: Step | None = None  # says nothing outside of a backward: one may have failed
+_in_backward: Step | None = None  # stale outside of a backward, which may have raised
 
 
 def num_steps() -> int:
@@ -346,15 +333,14 @@ def num_steps() -> int:
 
 
 def current_step() -> Step | None:
-    """The step whose forward is under way, or else whose backward is."""
+    """Step whose forward runs, or else whose backward runs."""
     return _in_forward or (_in_backward if is_in_backward() else None)
 
 
 def begin_forward(model: Model) -> Step | None:
-    """Begin a forward: a new step, unless a forward or backward of the model is under way.
+    """Begin a forward: a new step, unless a forward or backward of the model is running.
 
-    Returns:
-        What ``end_forward`` is to be given: the step around it.
+    Returns the surrounding step, for ``end_forward``.
     """
     global _in_forward, _num_steps
     around = now = _in_forward
@@ -369,20 +355,20 @@ def begin_forward(model: Model) -> Step | None:
 
 
 def end_forward(around: Step | None) -> None:
-    """End what ``begin_forward`` began."""
+    """End the forward that ``begin_forward`` began."""
     global _in_forward
     _in_forward = around
 
 
 def enter_backward(step: Step | None) -> None:
-    """Attribute events of the running backward to a step, from now on."""
+    """Attribute events of the running backward to ``step`` from now on."""
     global _in_backward
     _in_backward = step
 
 
 @contextmanager
 def continued(step: Step | None) -> Iterator[None]:
-    """Attribute events in the context to a step whose backward has ended."""
+    """Attribute events inside the context to a step whose backward has ended."""
     global _in_forward
     around, _in_forward = _in_forward, step
     try:

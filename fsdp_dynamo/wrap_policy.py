@@ -1,7 +1,7 @@
-"""Policies that choose which submodules become units of their own.
+"""Policies that choose which submodules become units.
 
-Two forms are understood: objects of ``WrapPolicy`` (and upstream's of the same interface), and
-callables ``policy(module=, recurse=, nonwrapped_numel=) -> bool`` as upstream has them.
+A policy is a ``WrapPolicy`` (or torch's counterpart), or a callable ``policy(module=, recurse=,
+nonwrapped_numel=) -> bool`` as FSDP1 has them.
 
 Source: the names are those of ``torch.distributed.fsdp.wrap``.
 """
@@ -20,40 +20,42 @@ from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, first_line
 from fsdp_dynamo.module_tree import CHECKPOINTED, COMPILED
 
 Targets = dict[nn.Module, dict[str, Any]]
-"""Modules to wrap, each with the constructor arguments that differ from the root's."""
+"""Modules to wrap, each with constructor arguments that differ from the root's."""
 
 CallablePolicy = Callable[..., bool]
-"""Called with ``module``, ``recurse`` and ``nonwrapped_numel``, by name. With ``recurse=True`` it
-says whether to look into the module and to ask about it again (``nonwrapped_numel``: all elements
-of its parameters), then, innermost modules first, with ``recurse=False`` whether to wrap it (those
-in no unit below it)."""
+"""Called with ``module``, ``recurse`` and ``nonwrapped_numel``, by name.
+
+With ``recurse=True``: whether to visit the module's children, and then ask about the module itself
+(``nonwrapped_numel``: elements of all its parameters). With ``recurse=False``, innermost modules
+first: whether to wrap it (``nonwrapped_numel``: elements in no unit below it).
+"""
 
 
 class WrapPolicy(ABC):
-    """Base class of policies, for one of your own."""
+    """Base class of policies; subclass it for your own."""
 
     @abstractmethod
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
-        """Which modules below ``root`` to wrap.
+        """Choose modules below ``root`` to wrap.
 
         Args:
-            root: the module being wrapped; wrapped anyway, so it need not be returned.
+            root: the module being wrapped, which need not be returned.
             ignored: modules that must not be wrapped.
 
         Returns:
-            The modules, each with the constructor arguments of its own.
+            The modules, each with constructor arguments that differ from the root's.
         """
 
 
 class ModuleWrapPolicy(WrapPolicy):
-    """Wrap every module of the given classes, and of classes derived from them.
+    """Wrap every module of the given classes, subclasses included.
 
     Args:
-        module_classes: the classes, for example ``{Block}``; none: the root is the only unit.
+        module_classes: for example ``{Block}``; empty: the root is the only unit.
 
     Raises:
-        FSDPTypeError: something else than classes of modules. While a model is wrapped,
-            ``FSDPValueError``: it has no module of any of the classes.
+        FSDPTypeError: not a collection of module classes.
+        FSDPValueError: while a model is wrapped, if it has no module of the classes.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -72,12 +74,7 @@ class ModuleWrapPolicy(WrapPolicy):
         self.module_classes = classes
 
     def __call__(self, module: nn.Module, recurse: bool, *_: Any, **__: Any) -> bool:
-        """The policy as a ``CallablePolicy``.
-
-        Args:
-            module: see ``CallablePolicy``.
-            recurse: see ``CallablePolicy``.
-        """
+        """Answer as a ``CallablePolicy``."""
         return recurse or isinstance(module, self.module_classes)
 
     def __repr__(self) -> str:
@@ -85,7 +82,7 @@ class ModuleWrapPolicy(WrapPolicy):
         return f"{type(self).__name__}({{{names}}})"
 
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
-        """The modules of the classes.
+        """Modules of the classes.
 
         Raises:
             FSDPValueError: there is none.
@@ -102,31 +99,27 @@ class ModuleWrapPolicy(WrapPolicy):
 
 
 class CustomPolicy(WrapPolicy):
-    """Wrap where a function says so.
+    """Wrap the modules that a function chooses.
 
     Args:
-        lambda_fn: called with each module; returns ``True``, ``False``, or, to wrap it, a dict of
-            constructor arguments of its own: ``sharding_strategy``, ``mixed_precision``,
-            ``backward_prefetch``, ``forward_prefetch``. An empty dict is as ``False``.
+        lambda_fn: called with each module. ``True`` or ``False``, or a dict to wrap it with
+            arguments of its own: ``sharding_strategy``, ``mixed_precision``,
+            ``collective_precision``, ``backward_prefetch``, ``forward_prefetch``. An empty dict
+            means ``False``.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Mapping[str, Any]]) -> None:
         self.lambda_fn = lambda_fn
 
     def __call__(self, module: nn.Module, recurse: bool, *_: Any, **__: Any) -> bool:
-        """The policy as a ``CallablePolicy``.
-
-        Args:
-            module: see ``CallablePolicy``.
-            recurse: see ``CallablePolicy``.
-        """
+        """Answer as a ``CallablePolicy``."""
         return recurse or self._answer(module) is not None
 
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
-        """The modules for which the function says so.
+        """Modules that the function chooses.
 
         Raises:
-            FSDPValueError: it returned something else, or there is none.
+            FSDPValueError: the function returned something else, or chose none.
         """
         found: Targets = {}
         for module in root.modules():
@@ -138,7 +131,7 @@ class CustomPolicy(WrapPolicy):
         return _checked(found, root, "modules for which the policy function is true")
 
     def _answer(self, module: nn.Module) -> dict[str, Any] | None:
-        """Constructor arguments of the module's own; ``None``: not to be wrapped."""
+        """Constructor arguments of the module's own; ``None``: do not wrap it."""
         answer = self.lambda_fn(module)
         if isinstance(answer, (bool, Mapping)):
             if not answer:
@@ -163,7 +156,7 @@ def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:
 
 
 def always_wrap_policy(*_: Any, **__: Any) -> bool:
-    """Wrap every module, whatever the arguments."""
+    """Wrap every module."""
     return True
 
 
@@ -176,10 +169,8 @@ def transformer_auto_wrap_policy(
     """Wrap modules of some classes (``ModuleWrapPolicy`` as a callable).
 
     Args:
-        module: see ``CallablePolicy``.
-        recurse: see ``CallablePolicy``.
-        nonwrapped_numel: see ``CallablePolicy``.
-        transformer_layer_cls: the classes; give them by ``functools.partial``.
+        module: as for every ``CallablePolicy``, like ``recurse`` and ``nonwrapped_numel``.
+        transformer_layer_cls: the classes; bind them with ``functools.partial``.
     """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
@@ -190,13 +181,11 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Wrap where a function says so (``CustomPolicy`` as a callable).
+    """Wrap the modules that a function chooses (``CustomPolicy`` as a callable).
 
     Args:
-        module: see ``CallablePolicy``.
-        recurse: see ``CallablePolicy``.
-        nonwrapped_numel: see ``CallablePolicy``.
-        lambda_fn: called with each module; give it by ``functools.partial``.
+        module: as for every ``CallablePolicy``, like ``recurse`` and ``nonwrapped_numel``.
+        lambda_fn: called with each module; bind it with ``functools.partial``.
     """
     return recurse or lambda_fn(module)
 
@@ -209,17 +198,15 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap modules whose not yet wrapped parameters have at least so many elements.
+    """Wrap modules whose parameters in no unit yet have at least ``min_num_params`` elements.
 
     Args:
-        module: see ``CallablePolicy``.
-        recurse: see ``CallablePolicy``.
-        nonwrapped_numel: see ``CallablePolicy``.
-        min_num_params: elements.
-        force_leaf_modules: modules of these classes are neither looked into nor wrapped; ``None``:
-            those of the function's attribute ``FORCE_LEAF_MODULES``, ``nn.MultiheadAttention``.
-        exclude_wrap_modules: modules of these classes are never wrapped; ``None``: those of
-            ``EXCLUDE_WRAP_MODULES``, ``nn.ModuleList`` and ``nn.ModuleDict``.
+        module: as for every ``CallablePolicy``, like ``recurse`` and ``nonwrapped_numel``.
+        min_num_params: number of elements.
+        force_leaf_modules: classes of modules that are neither entered nor wrapped; by default the
+            function's attribute ``FORCE_LEAF_MODULES``: ``nn.MultiheadAttention``.
+        exclude_wrap_modules: classes of modules that are never wrapped; by default
+            ``EXCLUDE_WRAP_MODULES``: ``nn.ModuleList`` and ``nn.ModuleDict``.
     """
     policy: Any = size_based_auto_wrap_policy
     refused = policy.FORCE_LEAF_MODULES if recurse else policy.EXCLUDE_WRAP_MODULES
@@ -238,7 +225,7 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[CallablePolicy],
 ) -> bool:
-    """Wrap where any of some policies does; give them by ``functools.partial``."""
+    """Wrap the modules that any of the policies chooses; bind these with ``functools.partial``."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies
@@ -251,13 +238,12 @@ def run_policy(
     ignored: set[nn.Module],
     ignored_params: Collection[nn.Parameter] = (),
 ) -> Targets:
-    """Targets below ``root`` (the root itself left out), for any form of policy.
+    """Return the targets of any policy below ``root``, without ``root`` itself.
 
-    Modules inside a checkpoint wrapper or a compiled module are replaced by that shell.
+    A target inside a checkpoint wrapper or a compiled module is replaced by that outer module.
 
     Args:
         policy: argument ``auto_wrap_policy``.
-        root: the module being wrapped.
         ignored: modules that must not be wrapped.
         ignored_params: parameters that a callable's ``nonwrapped_numel`` leaves out.
     """
@@ -294,10 +280,10 @@ def _wrong_policy(policy: object, wanted: str) -> FSDPTypeError:
 
 
 def _shells(root: nn.Module) -> dict[nn.Module, nn.Module]:
-    """For each module inside a checkpoint wrapper or a compiled module, that shell.
+    """Map modules inside a checkpoint wrapper or a compiled module to that outer module.
 
-    A unit goes around such shells, whatever the policy named: a recomputation then runs inside
-    the unit (unsharded once for the backward), and a compiled module keeps what it has bound.
+    The unit must be the outer module: then a recomputation runs inside the unit (one unshard for
+    the whole backward), and a compiled module keeps the attributes that it has bound.
     """
     shells: dict[nn.Module, nn.Module] = {}
     for module in root.modules():
@@ -317,7 +303,7 @@ def _run_callable(
     seen: set[nn.Module],
     is_root: bool = True,
 ) -> int:
-    """Bottom-up; returns how many elements of ``module`` are in units by now."""
+    """Collect targets bottom-up; return how many elements of ``module`` are in units now."""
     numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
@@ -335,10 +321,8 @@ def _run_callable(
 
 
 # -- trace order -----------------------------------------------------------------------------------
-# In which order a module uses its parameters, by a symbolic trace: nothing is computed.
-#
-# For wrap policies: what is used together belongs into one unit, and what is never used into
-# none.
+# A symbolic trace shows in which order a module uses its parameters, without computing anything.
+# A policy can use it: parameters used together belong in one unit, unused ones in none.
 
 
 @dataclass(frozen=True)
@@ -346,27 +330,27 @@ class ExecutionTrace:
     """Modules and parameters that a forward uses, in the order of first use.
 
     Attributes:
-        modules: by FQN; containers before what they call.
-        parameters: by FQN; tied ones under the name of their first use.
+        modules: by FQN; containers before the modules that they call.
+        parameters: by FQN; tied parameters under the name of their first use.
     """
 
     modules: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]
 
     def uses(self, module: nn.Module) -> bool:
-        """Whether the forward calls this module; what a policy may ask."""
+        """Whether the forward calls this module."""
         return any(module is called for called in self.modules.values())
 
 
 def trace_execution(
     module: nn.Module, concrete_args: Mapping[str, Any] | None = None
 ) -> ExecutionTrace:
-    """Follow a module's forward with symbols in place of tensors.
+    """Trace a module's forward with symbols in place of tensors; the module is not changed.
 
     Args:
-        module: a module that ``torch.fx`` can trace. It is not changed.
-        concrete_args: inputs that are values, not symbols: flags that the forward branches on,
-            by name.
+        module: a module that ``torch.fx`` can trace.
+        concrete_args: inputs that are values instead of symbols, by name: flags that the forward
+            branches on.
 
     Raises:
         FSDPValueError: the forward depends on the values of its inputs.
@@ -384,7 +368,7 @@ def trace_execution(
 
 
 class _Recorder(fx.Tracer):
-    """Notes modules and parameters when they are first used; each is looked at once."""
+    """Tracer that records modules and parameters at their first use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -137,7 +137,7 @@ def _replacements(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     yield streams.SideStreams, "copy_to_host", copied
     yield collectives, "transport_of", lambda group, device: "library"
     yield collectives, "wait_on_device", _wait_each
-    yield collectives, "wait_until_settled", _wait_each
+    yield collectives, "wait_until_finished", _wait_each
     for kinds, modules in ((_KINDS, (dist, collectives)), (_OF_LISTS, (dist,))):
         for name, module in product(kinds, modules):
             if hasattr(module, name):

@@ -1,4 +1,4 @@
-"""Process groups, collectives and their watchdog; knows tensors and ranks, not units.
+"""Process groups, collectives, their log and watchdog; knows tensors and ranks, not units.
 
 Imports: ``errors`` and ``events``.
 """

@@ -1,9 +1,10 @@
-"""Log of the collectives that this rank has issued recently.
+"""Log of the collectives that this rank has issued recently, and their ranges in the profiler.
 
-All ranks must issue a group's collectives in the same order. Mismatched collectives do not fail: of
-equal size, they mix up their data; otherwise they wait forever. So each message carries a tag made
-from its collective's signature (other tags never match), and each rank keeps its last collectives,
-so that ranks which wait can compare them (``health.collective_order``).
+All ranks must issue a group's collectives in the same order. A mismatch does not raise: collectives
+of equal size exchange the wrong data, others hang. Two measures make it visible. Each message
+carries a tag computed from its collective's signature, so messages of different collectives never
+match. Each rank keeps its last collectives, so that ranks that wait can compare them
+(``health.collective_order``).
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from fsdp_dynamo.events import is_in_backward, num_steps
 from graph_passes.wire_format import WireFormat
 
 MAX_ENTRIES = 1000
-"""Collectives kept per group."""
+"""Number of collectives kept per group."""
 
 FULL_PARAMS = "whole parameters"
-"""The use of a collective that a state dict or ``summon_full_params`` issues."""
+"""``Entry.use`` of collectives issued by state dicts and ``summon_full_params``."""
 
 _OF_UNITS = ("", "forward", "backward", FULL_PARAMS)
 
@@ -36,16 +37,16 @@ _LABEL_BITS = 24
 
 
 class Entry(NamedTuple):
-    """A collective.
+    """Collective that this rank has issued.
 
     Attributes:
-        number: in its group, from 0.
+        number: position in the group's order, from 0.
         step: number of outermost forwards that had begun.
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ...
         label: FQN of the unit; empty for the root and for collectives of no unit.
         numel: elements of the unsharded tensor.
-        use: ``"forward"``, ``"backward"`` or ``FULL_PARAMS``; of a collective of no unit, what it
-            is for.
+        use: ``"forward"``, ``"backward"`` or ``FULL_PARAMS``; for a collective of no unit, its
+            purpose.
     """
 
     number: int
@@ -57,16 +58,16 @@ class Entry(NamedTuple):
 
     @property
     def signature(self) -> tuple[str, str, int, str]:
-        """The fields that must be the same on all ranks."""
+        """Fields that must be equal on all ranks."""
         return self.kind, self.label, self.numel, self.use
 
     @property
     def subject(self) -> str:
-        """The unit, or what the collective is for."""
+        """Name of the unit, or the purpose of a collective of no unit."""
         return unit_name(self.label) if self.use in _OF_UNITS else self.use
 
     def description(self) -> str:
-        """The collective in words, for messages."""
+        """Description of the collective for messages."""
         kind = self.kind.replace("_", "-")
         if self.use not in _OF_UNITS:
             elements = f"{self.numel} elements, " if self.numel else ""
@@ -89,7 +90,7 @@ _latest: Entry | None = None
 
 
 def latest() -> Entry | None:
-    """The last collective that this rank has issued."""
+    """Return the last collective that this rank has issued."""
     return _latest
 
 
@@ -101,11 +102,11 @@ def record(
     use: str = "",
     wire: WireFormat | None = None,
 ) -> Entry:
-    """Log a collective that is issued.
+    """Log a collective that is being issued.
 
     Args:
-        use: by default, ``"forward"`` or ``"backward"``, whichever is running.
-        wire: the format in which it travels; becomes part of the use, as ranks must agree on it.
+        use: ``"forward"`` or ``"backward"``, whichever is running, by default.
+        wire: wire format; it becomes part of ``use``, since ranks must agree on it.
     """
     log = _logs.get(group)
     if log is None:
@@ -121,13 +122,13 @@ def record(
 
 
 def recent(group: dist.ProcessGroup, most: int) -> list[Entry]:
-    """The last ``most`` collectives of a group, oldest first."""
+    """Return the last ``most`` collectives of a group, oldest first."""
     log = _logs.get(group)
     return [] if log is None else list(log.entries)[-most:]
 
 
 def count(group: dist.ProcessGroup) -> int:
-    """Number of a group's collectives that this rank has issued, which is the next one's number."""
+    """Number of a group's collectives that this rank has issued; the ``number`` of the next one."""
     log = _logs.get(group)
     return 0 if log is None else log.count
 
@@ -142,10 +143,11 @@ def recent_by_group() -> list[GroupRecord]:
 
 @lru_cache(maxsize=4096)
 def message_tag(kind: str, label: str, numel: int, use: str) -> int:
-    """The tag of a collective's messages, the same on all ranks.
+    """Tag of a collective's messages, equal on all ranks.
 
     Tags differ from those of the user's messages, and between kinds, units, sizes and uses (except
-    for one pair in 16 million): gloo aborts a process that receives more than it expects.
+    for one pair in 16 million). gloo aborts a process that receives more bytes than it expects, so
+    messages of different collectives must not match.
     """
     prefix = _ALL_GATHER_TAG if kind == "all_gather" else _REDUCE_SCATTER_TAG
     digest = zlib.crc32(f"{label} {numel} {use}".encode())
@@ -153,15 +155,13 @@ def message_tag(kind: str, label: str, numel: int, use: str) -> int:
 
 
 def kind_of_tag(tag: int) -> str | None:
-    """The kind of collective that a message belongs to; ``None`` if it is not ours."""
+    """Kind of collective that a message belongs to; ``None``: not a message of ours."""
     kinds = {_ALL_GATHER_TAG: "all_gather", _REDUCE_SCATTER_TAG: "reduce_scatter"}
     return kinds.get(tag >> _LABEL_BITS)
 
 
 # -- profiler ranges -------------------------------------------------------------------------------
-# Ranges in the profiler's timeline, named by unit: ``FSDP::all_gather layers.3``.
-#
-# They are recorded only while a profiler runs; otherwise the cost is one check.
+# Ranges like ``FSDP::all_gather layers.3``. Without a running profiler they cost one check.
 
 
 _NO_RANGE: AbstractContextManager[None] = nullcontext()
@@ -175,12 +175,12 @@ def is_profiling() -> bool:
 def profiler_range(
     operation: str, unit: str, is_wait: bool = False
 ) -> AbstractContextManager[object]:
-    """A range around an operation of a unit.
+    """Return a context that is a range in the profiler's timeline.
 
     Args:
         operation: for example ``"all_gather"`` or ``"forward"``.
         unit: FQN, ``""`` for the root.
-        is_wait: the range is the wait for an operation that was issued before.
+        is_wait: the range is the wait for an operation issued before.
     """
     if not is_profiling():
         return _NO_RANGE

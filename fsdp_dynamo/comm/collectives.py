@@ -1,15 +1,13 @@
-"""Asynchronous collectives, each with a handle to wait on.
+"""Asynchronous collectives; each returns a handle to wait on.
 
-All choices that depend on a process group's backend are made here:
+All decisions that depend on the backend are made here:
 
-- gloo's own all-gather and all-to-all copy the data that they transfer, and its reduce-scatter
-  sends as many bytes as an all-reduce. Sends and receives between all ranks, and a local sum, do
-  neither.
-- Slices of a unit's shard that are gathered by themselves are large (``DIRECT_BYTES``): a message
-  costs the processor 95 microseconds under gloo, and under NCCL a group of small collectives costs
-  several times what one does.
+- gloo: its own all-gather and all-to-all copy the data they transfer, and its reduce-scatter sends
+  as many bytes as an all-reduce. Sends and receives between all ranks plus a local sum avoid both.
+- Direct slices of a shard are large (``DIRECT_BYTES``): a message costs the CPU 95 microseconds
+  under gloo, and under NCCL a group of small collectives costs several times as much as one.
 - Gradients are averaged by the backend or by the local sum. float16 sums overflow and float16
-  quotients underflow easily, so float16 gradients are divided in two parts, before and after.
+  quotients underflow easily, so float16 gradients are divided in two steps, before and after.
 
 Hooks and lowered graph nodes call the same functions.
 """
@@ -18,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,31 +35,66 @@ from fsdp_dynamo.version import all_gather_single, reduce_scatter_single
 from graph_passes.wire_format import WireFormat
 
 Transport = Literal["library", "all_to_all", "point_to_point"]
-
+SentT = TypeVar("SentT")
 
 DIRECT_BYTES: dict[Transport, int | None] = {
     "point_to_point": 64 << 10,
     "all_to_all": None,
     "library": 8 << 20,
 }
-"""From so many bytes per rank on a parameter is gathered by itself; ``None``: never.
+"""Bytes per rank from which a parameter is gathered directly; ``None``: never.
 
 Measured: docs/decisions/0024-gather-plans.md.
 """
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """The transport of a group's collectives on a device (a group may have several backends).
+    """Return how a group's collectives run on a device (a group may have several backends).
 
-    ``"point_to_point"``: sends and receives, for gloo's CPU tensors. ``"all_to_all"``: a
-    reduce-scatter is an all-to-all and a local sum, other collectives are the backend's own: for
-    backends named gloo that cannot send (simulations, debugging wrappers). ``"library"``: all
-    collectives are the backend's own.
+    - ``"point_to_point"``: sends and receives, for gloo's CPU tensors.
+    - ``"all_to_all"``: a reduce-scatter is an all-to-all and a local sum, for backends named gloo
+      that cannot send (simulations, debugging wrappers).
+    - ``"library"``: the backend's own collectives.
     """
     backend = group._get_backend(device)
-    if type(backend).__name__ == "ProcessGroupGloo" and device.type == "cpu":
+    gloo = getattr(dist, "ProcessGroupGloo", ())  # torch may be built without it
+    if isinstance(backend, gloo) and device.type == "cpu":
         return "point_to_point"
     return "all_to_all" if backend.name() == "gloo" else "library"
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """Collective that is logged and about to be issued."""
+
+    group: dist.ProcessGroup
+    entry: collective_log.Entry
+    event: events.Event | None = None
+
+    def set_message_bytes(self, num_bytes: int) -> None:
+        """Record how many bytes are sent, where that is not the tensor's size."""
+        if self.event is not None:
+            self.event.message_bytes = num_bytes
+
+    def send(
+        self,
+        issue: Callable[[Sequence[Pair], dist.ProcessGroup, int], SentT],
+        pairs: Sequence[Pair],
+    ) -> SentT:
+        """Issue sends and receives, whose tag is that of the collective."""
+        try:
+            return issue(pairs, self.group, collective_log.message_tag(*self.entry.signature))
+        except point_to_point.UnreachableError as error:
+            raise refusal_of(error, self.group, self.entry) from None
+
+    def in_flight(
+        self,
+        works: Sequence[Work],
+        buffers: Sequence[torch.Tensor],
+        finish: Callable[[], object] | None = None,
+    ) -> InFlight:
+        """Return the collective's handle; for the arguments see ``InFlight``."""
+        return InFlight(works, buffers, self.event, finish, self.group, self.entry)
 
 
 def issue_all_gather(
@@ -78,17 +112,17 @@ def issue_all_gather(
     Args:
         label: FQN of the unit, for the comparison of collectives between ranks.
         use: see ``collective_log.record``.
-        wire: the format in which shards travel; ``None``: as they are. With one, ``plan`` packs
+        wire: wire format of the shards; ``None``: uncompressed. With a format, ``plan`` packs
             everything.
-        plan: how shards become the output; ``None``: they lie in it one behind the other.
+        plan: where slices of the shards lie in the output; ``None``: shards in rank order.
     """
     entry = collective_log.record(group, "all_gather", label, output.numel(), use, wire)
+    logged = _Logged(group, entry, event)
     with profiler_range("all_gather", label):
         if wire is not None:
-            return _issue_encoded_gather(output, shard, group, event, entry, wire, plan=plan)
+            return _issue_encoded_gather(output, shard, logged, wire, plan=plan)
         pairs, buffers, finish = _to_gather(output, shard, group, plan)
-        works = _gather_works(pairs, group, entry)
-        return InFlight(works, buffers, event, finish, group, entry)
+        return logged.in_flight(_gather_works(pairs, logged), buffers, finish)
 
 
 def _to_gather(
@@ -97,7 +131,7 @@ def _to_gather(
     group: dist.ProcessGroup,
     plan: GatherPlan | None,
 ) -> tuple[list[Pair], tuple[torch.Tensor, ...], Callable[[], object] | None]:
-    """Messages of an all-gather, what is to be kept alive, and what is to be done at its end."""
+    """Messages of an all-gather, tensors to keep alive, and the local work at the end."""
     if plan is None or plan.is_one_slice:
         return [(output, shard)], (output, shard), None
     size = group.size()
@@ -131,20 +165,17 @@ def _to_reduce(
 def _issue_encoded_gather(
     output: torch.Tensor,
     shard: torch.Tensor,
-    group: dist.ProcessGroup,
-    event: events.Event | None,
-    entry: collective_log.Entry,
+    logged: _Logged,
     wire: WireFormat,
     may_lack: bool = False,
     plan: GatherPlan | None = None,
 ) -> InFlight:
-    """Every rank decodes the same messages, its own among them."""
-    size = group.size()
+    """Gather encoded shards; every rank decodes the same messages, its own included."""
+    size = logged.group.size()
     sent = wire_codec.encode(shard, 1, wire, may_lack)
     received = sent.new_empty(sent.numel() * size)
-    if event is not None:
-        event.message_bytes = received.nbytes
-    works = _gather_works([(received, sent)], group, entry)
+    logged.set_message_bytes(received.nbytes)
+    works = _gather_works([(received, sent)], logged)
 
     def finish() -> None:
         if plan is None or plan.is_one_slice:
@@ -154,19 +185,13 @@ def _issue_encoded_gather(
         wire_codec.decode(message, received, size, wire)
         plan.copy_out(output.data, message, size)
 
-    return InFlight(works, (output, sent, received), event, finish, group, entry)
+    return logged.in_flight(works, (output, sent, received), finish)
 
 
-def _gather_works(
-    pairs: Sequence[Pair], group: dist.ProcessGroup, entry: collective_log.Entry
-) -> Sequence[Work]:
-    if transport_of(group, pairs[0][0].device) != "point_to_point":
-        return _launched(_gather_calls(pairs, group), group)
-    tag = collective_log.message_tag(*entry.signature)
-    try:
-        return point_to_point.issue_all_gathers(pairs, group, tag)
-    except point_to_point.UnreachableError as error:
-        raise refusal_of(error, group, entry) from None
+def _gather_works(pairs: Sequence[Pair], logged: _Logged) -> Sequence[Work]:
+    if transport_of(logged.group, pairs[0][0].device) != "point_to_point":
+        return _launched(_gather_calls(pairs, logged.group), logged.group)
+    return logged.send(point_to_point.issue_all_gathers, pairs)
 
 
 def _gather_calls(pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Callable[[], Work]]:
@@ -177,10 +202,10 @@ def _gather_calls(pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Calla
 
 
 def _launched(calls: Sequence[Callable[[], Work]], group: dist.ProcessGroup) -> list[Work]:
-    """Make a backend's calls, several as one launch."""
+    """Make a backend's calls; several calls become one launch."""
     if len(calls) == 1:
         return [calls[0]()]
-    # Private: only this manager reaches a backend's coalesced calls; none is public.
+    # Private API of torch: nothing public coalesces a backend's calls.
     coalesced: AbstractContextManager[Work] = dist.distributed_c10d._coalescing_manager(
         group, async_ops=True
     )
@@ -188,16 +213,6 @@ def _launched(calls: Sequence[Callable[[], Work]], group: dist.ProcessGroup) -> 
         for call in calls:
             call()
     return [work]
-
-
-def _exchange_works(
-    pairs: Sequence[Pair], group: dist.ProcessGroup, entry: collective_log.Entry
-) -> tuple[Sequence[Work], list[list[torch.Tensor]]]:
-    tag = collective_log.message_tag(*entry.signature)
-    try:
-        return point_to_point.issue_exchanges(pairs, group, tag)
-    except point_to_point.UnreachableError as error:
-        raise refusal_of(error, group, entry) from None
 
 
 def all_gather(
@@ -228,50 +243,46 @@ def issue_reduce_mean(
     """Start the mean over ranks of ``unsharded`` ``(n * world_size,)``, which may be overwritten.
 
     Args:
-        output: this rank's part of it ``(n,)`` (a reduce-scatter), or ``unsharded`` itself (an
-            all-reduce).
-        label: see ``issue_all_gather``.
+        output: this rank's part ``(n,)`` (reduce-scatter), or ``unsharded`` itself (all-reduce).
+        label: FQN of the unit.
         sums_only: divide first, then sum.
-        wire: the format in which parts travel to the ranks that sum them, and, in an all-reduce,
-            from these to all. With one, ``plan`` packs everything.
-        may_lack: whether ``NO_VALUE`` may be among the elements.
-        plan: how a reduce-scatter divides ``unsharded``; ``None``: each rank's part lies behind
-            that of the rank before. What belongs to no slice of the plan is left as it is.
-        has_message: whether packed pieces of ``unsharded`` are a message already.
+        wire: wire format of the parts sent to the rank that sums them and, in an all-reduce, of the
+            sums sent to all ranks. With a format, ``plan`` packs everything.
+        may_lack: whether elements may be ``NO_VALUE``.
+        plan: where each rank's slices lie in ``unsharded``; ``None``: parts in rank order. Elements
+            of no slice stay unchanged.
+        has_message: whether the packed slices of ``unsharded`` are rank-major already.
     """
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
     entry = collective_log.record(group, kind, label, unsharded.numel(), wire=wire)
+    logged = _Logged(group, entry, event)
     with profiler_range(kind, label):
-        if wire is not None and output is unsharded:
-            return _issue_encoded_all_reduce(output, unsharded, group, event, entry, wire, may_lack)
-        if wire is not None:
-            if plan is not None and not has_message:
-                unsharded = plan.message_of(unsharded.data, group.size())
-            return _issue_encoded_mean(output, unsharded, group, event, entry, wire, may_lack)
-        return _issue_reduce_mean(
-            output, unsharded, group, event, entry, sums_only, plan, has_message
-        )
+        if wire is None:
+            return _issue_reduce_mean(output, unsharded, logged, sums_only, plan, has_message)
+        if output is unsharded:
+            return _issue_encoded_all_reduce(output, unsharded, logged, wire, may_lack)
+        if plan is not None and not has_message:
+            unsharded = plan.message_of(unsharded.data, group.size())
+        return _issue_encoded_mean(output, unsharded, logged, wire, may_lack)
 
 
 def _issue_encoded_mean(
     output: torch.Tensor,
     unsharded: torch.Tensor,
-    group: dist.ProcessGroup,
-    event: events.Event | None,
-    entry: collective_log.Entry,
+    logged: _Logged,
     wire: WireFormat,
     may_lack: bool,
 ) -> InFlight:
-    """A message from each rank to each other; a rank adds what it has decoded to its own part."""
+    """Exchange encoded parts between all ranks; a rank adds what it decodes to its own part."""
+    group = logged.group
     rank, size = group.rank(), group.size()
     sent = wire_codec.encode_for_others(unsharded, size, rank, wire, may_lack)
-    if event is not None:
-        event.message_bytes = sent.nbytes
+    logged.set_message_bytes(sent.nbytes)
     output.data.view(-1).copy_(unsharded.data.view(size, -1)[rank])
     works: Sequence[Work]
     if transport_of(group, sent.device) == "point_to_point":
         first = sent.new_empty(sent.numel() // size)
-        works, (parts,) = _exchange_works([(sent, first)], group, entry)
+        works, (parts,) = logged.send(point_to_point.issue_exchanges, [(sent, first)])
         del parts[rank]
     else:
         received = torch.empty_like(sent)
@@ -279,70 +290,67 @@ def _issue_encoded_mean(
         messages = received.view(size, -1)
         parts = [some for some in (messages[:rank], messages[rank + 1 :]) if len(some)]
     finish = partial(wire_codec.add_decoded, output, parts, wire, size)
-    return InFlight(works, (output, sent, *parts), event, finish, group, entry)
+    return logged.in_flight(works, (output, sent, *parts), finish)
 
 
 def _issue_encoded_all_reduce(
     output: torch.Tensor,
     unsharded: torch.Tensor,
-    group: dist.ProcessGroup,
-    event: events.Event | None,
-    entry: collective_log.Entry,
+    logged: _Logged,
     wire: WireFormat,
     may_lack: bool,
 ) -> InFlight:
-    """A part is summed by each rank, as above, and then sent to all: its rank decodes it, too."""
+    """Reduce-scatter encoded parts, then all-gather the encoded sums."""
+    group, entry = logged.group, logged.entry
     whole, size = unsharded.data.view(-1), group.size()
     if missing := -whole.numel() % size:
         whole = torch.nn.functional.pad(whole, (0, missing))
     part = whole.new_empty(whole.numel() // size)
-    summed = _issue_encoded_mean(part, whole, group, None, entry, wire, may_lack)
-    if event is not None:
-        event.message_bytes = size * wire.num_bytes(part.numel())
+    summed = _issue_encoded_mean(part, whole, _Logged(group, entry), wire, may_lack)
+    logged.set_message_bytes(size * wire.num_bytes(part.numel()))
 
     def send_to_all() -> None:
         summed.wait()
         then = collective_log.record(group, "all_gather", entry.label, whole.numel(), entry.use)
-        _issue_encoded_gather(whole, part, group, None, then, wire, may_lack).wait()
+        _issue_encoded_gather(whole, part, _Logged(group, then), wire, may_lack).wait()
         if missing:
             output.data.view(-1).copy_(whole[:-missing])
 
-    return InFlight([], (output, *summed.buffers), event, send_to_all, group, entry)
+    return logged.in_flight([], (output, *summed.buffers), send_to_all)
 
 
 def _issue_reduce_mean(
     output: torch.Tensor,
     unsharded: torch.Tensor,
-    group: dist.ProcessGroup,
-    event: events.Event | None,
-    entry: collective_log.Entry,
+    logged: _Logged,
     sums_only: bool,
     plan: GatherPlan | None,
     has_message: bool,
 ) -> InFlight:
+    group = logged.group
     op, divisor = divide_first(unsharded, group, sums_only)
     divide = divide_after(output, op, divisor)
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
-        return InFlight([work], (unsharded,), event, divide, group, entry)
+        return logged.in_flight([work], (unsharded,), divide)
     pairs = _to_reduce(output, unsharded, group, plan, has_message)
+    parts = [part for _, part in pairs]
     kept = (output, *(whole for whole, _ in pairs))
     transport = transport_of(group, unsharded.device)
     works: Sequence[Work]
     if transport == "library":
-        works = _launched(_reduce_calls(pairs, op, group), group)
-        return InFlight(works, kept, event, divide, group, entry)
-    if transport == "point_to_point":
-        works, parts = _exchange_works(pairs, group, entry)
-        finish = partial(_sum_parts, [part for _, part in pairs], parts, divisor)
-        return InFlight(works, kept, event, finish, group, entry)
-    received = [torch.empty_like(whole) for whole, _ in pairs]
-    works = [
-        dist.all_to_all_single(rows, whole, group=group, async_op=True)
-        for rows, (whole, _) in zip(received, pairs, strict=True)
-    ]
-    finish = partial(_sum_rows, [part for _, part in pairs], received, divisor)
-    return InFlight(works, kept, event, finish, group, entry)
+        works, finish = _launched(_reduce_calls(pairs, op, group), group), divide
+    elif transport == "point_to_point":
+        works, received = logged.send(point_to_point.issue_exchanges, pairs)
+        finish = partial(_sum_parts, parts, received, divisor)
+    else:
+        rows = [torch.empty_like(whole) for whole, _ in pairs]
+        works = [
+            dist.all_to_all_single(some, whole, group=group, async_op=True)
+            for some, (whole, _) in zip(rows, pairs, strict=True)
+        ]
+        finish = partial(_sum_rows, parts, rows, divisor)
+    return logged.in_flight(works, kept, finish)
 
 
 def _reduce_calls(
@@ -363,10 +371,10 @@ def issue_custom(
     event: events.Event | None = None,
     finish: Callable[[], object] | None = None,
 ) -> InFlight:
-    """Start a collective of the user's, FSDP2's ``AllGather`` or ``ReduceScatter``.
+    """Start a collective of the user's: FSDP2's ``AllGather`` or ``ReduceScatter``.
 
-    It may give a handle to wait for, or have done its work: on the host or on the current stream,
-    which others then wait for.
+    It may return a handle, or finish its work on the host or on the current stream. Other streams
+    wait for that stream.
     """
     work = comm(output, given, group, *args, async_op=True)
     works: list[Work] = [work] if isinstance(work, Work) else []
@@ -386,9 +394,9 @@ def _sum_parts(
 def _sum_rows(
     outputs: Sequence[torch.Tensor], received: Sequence[torch.Tensor], divisor: float
 ) -> None:
-    """Write sums over ``divisor`` of what came, ``(world_size * n,)``, into outputs ``(n,)``.
+    """Sum the rows of each ``received`` ``(world_size * n,)`` into an output ``(n,)``, and divide.
 
-    One pass: with hundreds of ranks, adding row by row takes two to three times as long.
+    One call per output: with hundreds of ranks, adding row by row takes two to three times as long.
     """
     for output, rows in zip(outputs, received, strict=True):
         flat = output.data.view(-1)
@@ -400,10 +408,11 @@ def _sum_rows(
 def divide_first(
     unsharded: torch.Tensor, group: dist.ProcessGroup, sums_only: bool = False
 ) -> tuple[Any, float]:
-    """The reduction, and the divisor of its result: of a local sum, and of any reduction by SUM.
+    """Choose the reduction, and the divisor that is left for its result.
 
-    float16 is divided here, in place, by a power of two near the root of the number of ranks. With
-    ``sums_only`` the other dtypes are divided by their number.
+    The divisor applies to local sums and to SUM. float16 is divided here already, in place, by a
+    power of two near the root of the number of ranks; with ``sums_only`` other dtypes are divided
+    by the number of ranks.
     """
     size = group.size()
     if unsharded.dtype == torch.float16:
@@ -417,7 +426,7 @@ def divide_first(
 
 
 def divide_after(output: torch.Tensor, op: Any, divisor: float) -> Callable[[], object] | None:
-    """Division that remains once a backend has reduced into ``output``; ``None`` if none does."""
+    """Division left once a backend has reduced into ``output``; ``None`` if none is."""
     if op == dist.ReduceOp.AVG or divisor == 1:
         return None
     return partial(output.data.div_, divisor)
@@ -439,20 +448,13 @@ def issue_all_gathers(
     wires: Wires,
     plans: Plans,
 ) -> list[InFlight]:
-    """``issue_all_gather`` of several tensors of one dtype as one launch.
+    """Issue ``issue_all_gather`` for several tensors of one dtype as one launch.
 
-    Args:
-        outputs: one per tensor.
-        shards: one per tensor.
-        group: the process group.
-        recorded: the recorded event, if any, of each.
-        labels: FQN of the unit of each.
-        wires: the format of each; one launch has the tensors' own only.
-        plans: the gather plan of each.
+    Sequences have one item per tensor.
 
     Returns:
         One handle per tensor. If the backend has one handle for all, waiting for the first waits
-        for all, and waiting for the others returns at once.
+            for all, and waiting for the others returns at once.
     """
     if _is_apart(outputs, group, wires):
         each = zip(outputs, shards, recorded, labels, wires, plans, strict=True)
@@ -477,10 +479,10 @@ def issue_reduce_means(
     plans: Plans,
     may_lack: Sequence[bool] = (),
 ) -> list[InFlight]:
-    """``issue_reduce_mean`` of several tensors of one dtype as one launch.
+    """Issue ``issue_reduce_mean`` for several tensors of one dtype as one launch.
 
-    All are reduce-scatters or all are all-reduces. Arguments and handles are those of
-    ``issue_all_gathers``, but for ``may_lack``, of each tensor; empty: all may.
+    All are reduce-scatters, or all are all-reduces. Sequences have one item per tensor; an empty
+    ``may_lack`` means that all may.
     """
     if _is_apart(outputs, group, wires):
         lacking = may_lack or [True] * len(outputs)
@@ -513,30 +515,23 @@ def _is_apart(outputs: Sequence[torch.Tensor], group: dist.ProcessGroup, wires: 
 
 
 class _Shared:
-    """The one handle of several collectives, waited for once.
+    """Handle shared by several collectives; waits once.
 
-    Whenever one of gloo's is waited for, it writes its outputs, which may have been divided since.
+    gloo writes the outputs again at every wait, but they may have been divided since the first.
     """
 
     def __init__(self, work: Work) -> None:
         self._work: Work | None = work
 
     def wait(self) -> None:
-        """Wait for all of them, if nobody has."""
+        """Wait for all of them, unless done before."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
 
 
 class _Launch:
-    """Collectives of a backend that become one launch.
-
-    Args:
-        kind: of all of them.
-        group: the process group.
-        recorded: the recorded event, if any, of each.
-        labels: FQN of the unit of each.
-    """
+    """Collectives of one kind that become one launch."""
 
     def __init__(
         self, kind: str, group: dist.ProcessGroup, recorded: Events, labels: Sequence[str]
@@ -555,12 +550,11 @@ class _Launch:
         kept: Sequence[torch.Tensor],
         finish: Callable[[], object] | None,
     ) -> None:
-        """Add the next one.
+        """Add the next collective.
 
         Args:
-            calls: of the backend.
-            numel: elements of its unsharded side.
-            kept: what it reads and writes.
+            numel: elements of the unsharded side.
+            kept: tensors that it reads and writes.
             finish: local work at its end.
         """
         label = self._labels[len(self._members)]
@@ -569,7 +563,7 @@ class _Launch:
         self._members.append((kept, finish, entry))
 
     def issue(self) -> list[InFlight]:
-        """Make the calls; returns a handle for each collective."""
+        """Make the calls; return a handle for each collective."""
         with profiler_range(self._kind, ", ".join(self._labels)):
             shared = _Shared(_launched(self._calls, self._group)[0])
         return [

@@ -1,11 +1,11 @@
-"""Communication hooks: a user's own reduction in place of ours, and reductions in low precision.
+"""Communication hooks: a user's reduction in place of ours, and reductions in low precision.
 
 A hook is called as ``hook(state, grad)`` where parameters are not sharded, and averages ``grad``
-over ranks in place; else as ``hook(state, grad, output)``, and writes this rank's part of the mean
-of ``grad`` ``(padded_numel,)``, in which ranks' parts are one behind the other, to ``output``
-``(padded_numel / N,)``. It returns when that is done:
-communication in a hook does not overlap. It sees each gradient once: after ``no_sync()``, the sum
-of its steps without what was reduced before.
+over ranks in place. Otherwise it is called as ``hook(state, grad, output)``: it averages ``grad``
+``(padded_numel,)``, which holds all ranks' parts in rank order, and writes this rank's part to
+``output`` ``(padded_numel / N,)``. It returns when that is done, so its communication does not
+overlap. It sees each gradient once: after ``no_sync()``, the sum of all steps that were not
+reduced.
 
 Source: the names of hooks are those of ``torch.distributed.algorithms._comm_hooks``.
 """
@@ -25,10 +25,10 @@ CommHook = Callable[..., Any]
 
 
 class HookState:
-    """Process groups for the hooks of this file. Made for hooks registered without a state.
+    """Process groups for the hooks of this file; the state of hooks registered without one.
 
     Args:
-        groups: of the units whose gradients are reduced.
+        groups: groups of the units whose gradients are reduced.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -36,21 +36,21 @@ class HookState:
 
     @property
     def process_group(self) -> Any:
-        """The ranks that reduce, under the name that upstream's hook states use."""
+        """Ranks that reduce, under the name in torch's hook states."""
         return self.groups.reduce
 
     def mean(self, grad: torch.Tensor, output: torch.Tensor | None) -> None:
-        """The reduction without a hook, waited for; for the arguments see ``default_hook``."""
+        """Run the reduction without a hook, and wait; for the arguments see ``default_hook``."""
         target = grad if output is None else output
         collectives.issue_reduce_mean(target, grad, self.groups.reduce).wait()
 
 
 def default_hook(state: HookState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """The mean over ranks, in the gradient's dtype.
+    """Average over ranks in the gradient's dtype.
 
     Args:
-        state: the groups.
-        grad: the unsharded gradient ``(padded_numel,)``; without ``output`` overwritten.
+        state: process groups.
+        grad: unsharded gradient ``(padded_numel,)``; overwritten if there is no ``output``.
         output: this rank's part of the mean ``(padded_numel / N,)``; overwritten.
     """
     state.mean(grad, output)
@@ -59,20 +59,14 @@ def default_hook(state: HookState, grad: torch.Tensor, output: torch.Tensor | No
 def fp16_compress_hook(
     state: HookState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """The mean over ranks in float16: half the bytes of float32.
-
-    For the arguments see ``default_hook``.
-    """
+    """Average over ranks in float16, with half the bytes of float32; see ``default_hook``."""
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(
     state: HookState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """The mean over ranks in bfloat16: half the bytes of float32, and its range.
-
-    For the arguments see ``default_hook``.
-    """
+    """Average over ranks in bfloat16, with half the bytes of float32; see ``default_hook``."""
     _compressed(torch.bfloat16, state, grad, output)
 
 

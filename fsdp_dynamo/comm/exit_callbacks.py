@@ -1,4 +1,4 @@
-"""End of a rank: callbacks after an uncaught exception, and time for gloo's threads to settle."""
+"""End of a rank: callbacks after an uncaught exception, and a pause for gloo's threads."""
 
 from __future__ import annotations
 
@@ -8,57 +8,48 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 
 ExitCallback = Callable[[BaseException], None]
-"""Called with the exception; an exception that it raises itself is dropped."""
+"""Called with the exception; an exception raised by the callback is dropped."""
 
 _TIMEOUT_S = 5.0
-_SETTLING_S = 0.05
-
-_callbacks: list[ExitCallback] = []
+_GLOO_PAUSE_S = 0.05
 
 
+@cache
 def register_exit_callback(callback: ExitCallback) -> None:
     """Call ``callback`` when an uncaught exception ends the main thread.
 
-    The previous ``sys.excepthook`` is called first.
+    The previous ``sys.excepthook`` runs first. A callback that is registered already is ignored.
     """
-    if not _callbacks:
-        _install()
-    if callback not in _callbacks:
-        _callbacks.append(callback)
-
-
-def _install() -> None:
     previous, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
-        for callback in _callbacks if os.getpid() == process else ():  # a forked child is no rank
-            run_with_timeout(_TIMEOUT_S, lambda callback=callback: callback(error))  # type: ignore[misc]
+        if os.getpid() == process:  # a forked child is not a rank
+            run_with_timeout(_TIMEOUT_S, partial(callback, error))
 
     sys.excepthook = hook
 
 
 @cache
-def let_gloo_settle_at_exit() -> None:
-    """Leave gloo's threads time to end their last collective before the interpreter is gone.
+def wait_for_gloo_at_exit() -> None:
+    """Give gloo's threads time to release tensors before the interpreter is finalized.
 
-    They release its tensors after whoever waited for it has gone on, and need the GIL for that.
-    Python ends a thread that asks for the GIL too late, which aborts the process (SIGABRT,
-    "terminate called without an active exception") after all work is done. Destroying the process
-    groups does not help while a model refers to them.
+    They release the tensors of the last collective after its waiter has continued, and need the GIL
+    to do so. A thread that requests the GIL during finalization is ended, which aborts the process
+    (SIGABRT, "terminate called without an active exception") although all work is done. Destroying
+    the process groups does not help while a model refers to them.
     """
-    atexit.register(time.sleep, _SETTLING_S)
+    atexit.register(time.sleep, _GLOO_PAUSE_S)
 
 
 def run_with_timeout(timeout_s: float, action: Callable[[], object]) -> Exception | None:
     """Run an action that may block forever on a thread, and abandon it after ``timeout_s``.
 
-    Returns:
-        The exception that it raised, if any.
+    Returns the exception that the action raised, if any.
     """
     raised: list[Exception] = []
 

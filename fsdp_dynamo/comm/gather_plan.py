@@ -1,26 +1,26 @@
 """Gather plans: how the shards of a unit become a buffer in which every parameter is contiguous.
 
-Each rank holds a few rows of every parameter, one parameter behind the other; the unsharded buffer
-has all rows of the first parameter, then all rows of the second one. With two ranks, ``w`` of four
-rows, ``b`` and ``c`` of two elements each::
+Each rank holds some rows of every parameter, one parameter behind the other. The unsharded buffer
+holds all rows of the first parameter, then all rows of the second. With two ranks, ``w`` of four
+rows, and ``b`` and ``c`` of two elements each::
 
     shard of rank 0    | w0 w1 | b0 | c0 |       shard of rank 1    | w2 w3 | b1 | c1 |
     unsharded buffer   | w0 w1 w2 w3 | b0 b1 | c0 c1 |
 
-A *direct* slice (``w``) is gathered by itself, from its place in the shard into its place in the
-buffer. *Packed* pieces (``b``, ``c``) are the end of the shard, which is one message; what arrives
-is rank-major and is copied into place::
+A *direct* slice (``w``) has an all-gather of its own, from its place in the shard to its place in
+the buffer. *Packed* slices (``b``, ``c``) are the end of the shard and travel as one message, which
+arrives in rank-major order and is copied into place::
 
     message            | b0 c0 | b1 c1 |  ->  | b0 b1 | c0 c1 |
 
-A packed piece that is divided along another dimension than the first (``w``, two rows, by columns)
-lies in the buffer in *blocks*, those of one rank between those of the others::
+A packed slice that is sharded along a dimension other than 0 (``w`` of two rows, by columns) is cut
+into *blocks* in the buffer, in which the ranks alternate::
 
     shard of rank 0    | w00 w10 |   shard of rank 1    | w01 w11 |   buffer    | w00 w01 w10 w11 |
 
-What begins at ``start`` in a shard begins at ``N * start`` in the buffer of N ranks. So a plan does
-not know the number of ranks, and what M of them have gathered is gathered by others with the same
-plan times M (``scaled``). Reductions go the same way back.
+A slice that starts at ``start`` in a shard starts at ``N * start`` in the buffer of N ranks. So a
+plan does not depend on the number of ranks: to gather shards that M ranks have gathered before, use
+the same plan times M (``scaled``). Reductions run in the opposite direction.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ import torch
 from fsdp_dynamo.comm import streams
 
 INDEXED_NUMEL = 1 << 16
-"""Messages of at most so many elements are brought into place by one indexed copy where the host
-computes, too: it takes half as long as a copy of each piece. Indices take sixteen bytes for each
-element; plans that are equal share them."""
+"""Messages of at most this many elements are reordered by one indexed copy on the CPU.
+
+It takes half as long as one copy per slice. Indices cost 16 bytes per element, and equal plans
+share them.
+"""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""The unsharded and the sharded side of one message: ``(n * N,)`` and ``(n,)``."""
+"""Unsharded and sharded side of one message: ``(n * N,)`` and ``(n,)``."""
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Slices of a shard that are gathered by themselves, and those that share a message.
+    """Direct and packed slices of a shard.
 
     Attributes:
-        starts: first element of each direct slice in the shard, ascending. Between slices there may
-            be gaps, which are not gathered.
+        starts: first element of each direct slice in the shard, ascending. Gaps between slices are
+            not gathered.
         numels: elements of each direct slice.
-        widths: elements of each packed piece, which are one behind the other up to the end of the
-            shard. Gaps among them are pieces, too.
-        packed_start: where the first of these begins.
-        blocks: into how many blocks each packed piece is cut in the buffer; empty: all into one.
+        widths: elements of each packed slice. These follow each other up to the end of the shard;
+            gaps among them count as slices.
+        packed_start: first element of the first packed slice.
+        blocks: number of blocks that each packed slice has in the buffer; empty: one each.
     """
 
     starts: tuple[int, ...]
@@ -65,7 +67,7 @@ class GatherPlan:
 
     @cached_property
     def packed_numel(self) -> int:
-        """Elements of a shard that share a message."""
+        """Elements of a shard that share one message."""
         return sum(self.widths)
 
     @cached_property
@@ -75,23 +77,23 @@ class GatherPlan:
 
     @cached_property
     def is_one_slice(self) -> bool:
-        """Whether the buffer is rank-major: the shards one behind the other."""
+        """Whether the buffer is rank-major: the shards in rank order."""
         return self.starts == (0,) and self.numels == (self.shard_numel,)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """First element and end of what belongs to no slice and no piece of a shard."""
+        """First element and end of each part of a shard that belongs to no slice."""
         ends = [start + numel for start, numel in zip(self.starts, self.numels, strict=True)]
         between = zip((0, *ends), (*self.starts, self.packed_start), strict=True)
         return tuple([(begin, end) for begin, end in between if begin < end])
 
     def scaled(self, factor: int) -> GatherPlan:
-        """The plan of ranks that hold ``factor`` shards each, gathered with this plan."""
+        """Plan for ranks that hold ``factor`` shards each, gathered with this plan."""
         return self if factor == 1 else _scaled(self, factor)
 
     @cached_property
     def all_packed(self) -> GatherPlan:
-        """A plan that fills an equal buffer from one message."""
+        """Plan with the same buffer whose slices are all packed."""
         bounds = [0]
         for start, numel in zip(self.starts, self.numels, strict=True):
             bounds += [start] if start > bounds[-1] else []
@@ -102,7 +104,7 @@ class GatherPlan:
         return plan_of((), (), (*widths, *self.widths), 0, blocks)
 
     def encode(self) -> list[int]:
-        """As integers, an argument of operators."""
+        """Return the plan as integers, an argument of operators; ``decode`` is the inverse."""
         blocks = self.blocks or [1] * len(self.widths)
         packed = [number for piece in zip(self.widths, blocks, strict=True) for number in piece]
         return [len(self.starts), self.packed_start, *self.starts, *self.numels, *packed]
@@ -110,7 +112,7 @@ class GatherPlan:
     # -- tensors -----------------------------------------------------------------------------------
 
     def new_shard(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor ``(shard_numel,)`` for a reduction to write; zero where it writes nothing."""
+        """Tensor ``(shard_numel,)`` for a reduction to write to; gaps are zero."""
         shard = like.new_empty(self.shard_numel)
         for begin, end in self.gaps:
             shard[begin:end].zero_()
@@ -126,11 +128,11 @@ class GatherPlan:
         ]
 
     def packed(self, tensor: torch.Tensor, size: int = 1) -> torch.Tensor:
-        """The end of a shard, or of a buffer of ``size`` ranks, that is packed (a view)."""
+        """Packed part of a shard, or of a buffer of ``size`` ranks (a view)."""
         return tensor[size * self.packed_start :] if self.packed_start else tensor
 
     def places(self, unsharded: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """The packed pieces in the buffer (views), each as ``(size, width)``.
+        """Packed slices in the buffer (views), each as ``(size, width)``.
 
         With blocks, each as ``(size, blocks, width // blocks)``.
         """
@@ -142,7 +144,7 @@ class GatherPlan:
         return [piece.view(blocks, size, -1).transpose(0, 1) for piece, blocks in pairs]
 
     def copy_out(self, unsharded: torch.Tensor, message: torch.Tensor, size: int) -> None:
-        """Bring a gathered message ``(size * packed_numel,)`` into its places in the buffer."""
+        """Copy a gathered message ``(size * packed_numel,)`` into its places in the buffer."""
         if _is_indexed(message):
             order, _ = self._orders(size, message.device)
             torch.index_select(message, 0, order, out=self.packed(unsharded, size))
@@ -156,9 +158,9 @@ class GatherPlan:
             torch.split_with_sizes_copy(rows, self.widths, 1, out=self.places(unsharded, size))
 
     def message_of(self, unsharded: torch.Tensor, size: int) -> torch.Tensor:
-        """The packed pieces of a buffer as a message: rank-major, ``(size * packed_numel,)``.
+        """Packed slices of a buffer as a rank-major message ``(size * packed_numel,)``.
 
-        A buffer of one slice is a message as it is.
+        A buffer of one slice is returned as it is.
         """
         if self.is_one_slice:
             return unsharded
@@ -172,7 +174,7 @@ class GatherPlan:
         return torch.cat(places, 1).view(-1)
 
     def _orders(self, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each packed element of the buffer its place in the message, and the other way."""
+        """Index of each packed element of the buffer in the message, and the inverse."""
         known = self._known_orders.get((size, device))
         if known is None:
             numbers = torch.arange(size * self.packed_numel, device=device)
@@ -188,7 +190,7 @@ class GatherPlan:
         return {}
 
     def shard_of(self, unsharded: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """A copy of the part that a rank has of a buffer."""
+        """Copy of the shard of ``rank`` that a buffer of ``size`` ranks holds."""
         plan = self.all_packed
         if plan.is_one_slice:
             return unsharded.view(size, -1)[rank].clone()
@@ -215,14 +217,9 @@ def plan_of(
     packed_start: int,
     blocks: Sequence[int] = (),
 ) -> GatherPlan:
-    """A plan, without pieces that have no elements; a shard that is one piece needs no message.
+    """Return the shared plan with these fields, without empty slices.
 
-    Args:
-        starts: as of ``GatherPlan``.
-        numels: as of ``GatherPlan``.
-        widths: as of ``GatherPlan``.
-        packed_start: as of ``GatherPlan``.
-        blocks: as of ``GatherPlan``.
+    A shard that is a single packed slice becomes a direct slice, which needs no message.
     """
     pieces = [piece for piece in zip(widths, blocks or [1] * len(widths), strict=True) if piece[0]]
     widths, blocks = [width for width, _ in pieces], [number for _, number in pieces]
@@ -243,7 +240,7 @@ _shared = lru_cache(maxsize=4096)(GatherPlan)
 
 
 def one_slice(shard_numel: int) -> GatherPlan:
-    """The plan whose buffer is rank-major: the shards one behind the other."""
+    """Plan whose buffer is rank-major: the shards in rank order."""
     return _shared((0,), (shard_numel,), (), shard_numel)
 
 
@@ -256,5 +253,5 @@ def _decoded(numbers: tuple[int, ...]) -> GatherPlan:
 
 
 def decode(numbers: Sequence[int]) -> GatherPlan:
-    """Back from ``GatherPlan.encode``."""
+    """Return the plan from which ``GatherPlan.encode`` made these integers."""
     return _decoded(tuple(numbers))

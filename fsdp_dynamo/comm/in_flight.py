@@ -1,4 +1,4 @@
-"""The handle of a collective that was issued."""
+"""Handle of a collective that was issued."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collective_log import is_profiling, profiler_range
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.streams import SideStreams, side_streams, timer_of
-from fsdp_dynamo.comm.watchdog import wait_on_device, wait_until_settled, wait_with_watchdog
+from fsdp_dynamo.comm.watchdog import wait_on_device, wait_until_finished, wait_with_watchdog
 
 
 class InFlight:
-    """A collective that was issued; keeps its buffers alive until it has been waited for.
+    """Collective in flight; keeps its buffers alive until it has been waited for.
 
     Args:
-        works: the backend's handles; empty if there was nothing to transfer.
-        buffers: inputs and outputs, kept alive because they are read and written until then.
-        event: its recorded event, or ``None`` if events are not recorded.
+        works: handles of the backend; empty if nothing is transferred.
+        buffers: inputs and outputs, which the backend reads and writes until the wait.
+        event: recorded event, or ``None`` if events are not recorded.
         finish: local work once all data has arrived, or ``None``.
-        group: the process group. While the host, or a device's stream, waits for it, the watchdog
-            looks for notices of ranks that will not come.
-        entry: its log entry, for messages.
+        group: process group; with it, the watchdog ends waits for ranks that have failed.
+        entry: log entry, for error messages.
     """
 
     __slots__ = ("_buffers", "_entry", "_event", "_finish", "_group", "_works")
@@ -49,7 +48,7 @@ class InFlight:
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """Inputs and outputs, until it has been waited for."""
+        """Inputs and outputs; empty after the wait."""
         return self._buffers
 
     def wait(self) -> None:
@@ -64,11 +63,10 @@ class InFlight:
         events.complete(event, began_ns, None if timer is None else timer.stopped())
 
     def handed_over(self, streams: SideStreams, *kept: torch.Tensor) -> InFlight:
-        """Complete it on the stream of gathers, which is current; the handle for other streams.
+        """Wait on the stream of gathers, which must be current; return a handle for other streams.
 
-        Args:
-            streams: of the device.
-            kept: tensors of other streams that it reads or writes.
+        The handle keeps ``kept`` alive: tensors of other streams that the collective reads or
+        writes.
         """
         event, self._event = self._event, None
         buffers = self._buffers[:1]
@@ -92,9 +90,10 @@ class InFlight:
         self._buffers = ()
 
     def _wait_for_works(self) -> None:
-        """Wait for all works; if one fails, drop the others, as gloo never writes to freed ones.
+        """Wait for all works; after an error, drop the remaining ones.
 
-        The list is cleared because the frames of the error's traceback refer to it, too.
+        Dropping is safe: gloo never writes to freed buffers. The list is cleared in place, because
+        the frames in the error's traceback refer to it, too.
         """
         try:
             if self._group is None:
@@ -110,19 +109,19 @@ class InFlight:
         self._works = []
 
     def abandon(self) -> None:
-        """Wait until nothing writes to the buffers any more, whether it completes or fails."""
+        """Wait until nothing writes to the buffers any more, even if the collective fails."""
         self._event = self._finish = None
         if self._group is not None:
-            wait_until_settled(self._works, self._group)
+            wait_until_finished(self._works, self._group)
         else:
             for work in self._works:
                 work.abandon() if isinstance(work, InFlight) else work.wait()
         self._works, self._buffers = [], ()
 
     def __del__(self) -> None:
-        """Settle what nothing waits for any more: a model that is dropped after an error, say.
+        """Finish a collective that nobody waited for, as when a model is dropped after an error.
 
-        gloo cannot use a connection again whose message has no buffer to go to.
+        gloo cannot reuse a connection with a message that has no buffer to go to.
         """
         if self._works and not sys.is_finalizing():
             self.abandon()

@@ -1,13 +1,13 @@
-"""All-gathers and reduce-scatters as one send and one receive per other rank and message.
+"""All-gathers and exchanges for gloo, made of one send and one receive per rank and message.
 
-gloo's own all-gather gathers into an internal buffer and copies that out, on a thread that competes
-with the computation; its all-to-all copies too, and also receives this rank's own part. A send
-reads the caller's tensor and a receive writes it: only this rank's own shard is copied, and each
-rank sends no more than in a ring.
+gloo's own all-gather receives into an internal buffer and copies from there, on a thread that
+competes with the computation. Its all-to-all copies too, and also transfers the rank's own part. A
+send reads the caller's tensor and a receive writes it: only the rank's own shard is copied, and
+each rank sends no more bytes than in a ring.
 
 Messages between two ranks match by tag, in the order of issue. All ranks issue a group's
-collectives in the same order; tags differ between kinds and units (``collective_log``), so messages
-of ranks that issue different collectives never match. Each group has its own connections.
+collectives in the same order, and tags differ between kinds and units (``collective_log``), so
+messages of different collectives never match. Each group has its own connections.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fsdp_dynamo.comm.gather_plan import Pair
 
 @runtime_checkable
 class Work(Protocol):
-    """An operation in flight."""
+    """Operation in flight."""
 
     def wait(self) -> object:
-        """Wait until it is complete."""
+        """Wait until the operation is complete."""
 
 
 class UnreachableError(RuntimeError):
-    """A message that gloo refuses at once: the connection is closed already.
+    """Message that gloo refuses at once, because the connection is closed already.
 
     Attributes:
-        peer: global rank at its other end.
+        peer: global rank at the other end.
     """
 
     def __init__(self, error: RuntimeError, group: dist.ProcessGroup, rank: int) -> None:
@@ -42,15 +42,15 @@ class UnreachableError(RuntimeError):
 
 
 def _others(group: dist.ProcessGroup) -> Iterator[int]:
-    """All other ranks of a group, starting with the next, so that the ranks start differently."""
+    """Other ranks of a group, starting with the next, so that ranks start with different peers."""
     rank, size = group.rank(), group.size()
     return ((rank + step) % size for step in range(1, size))
 
 
 def peer_of(group: dist.ProcessGroup, works: Sequence[Work], position: int) -> int | None:
-    """The global rank at the other end of one of a collective's works.
+    """Global rank at the other end of the work at ``position``.
 
-    ``None`` if the works are not sends and receives.
+    Returns ``None`` if the works are not the sends and receives of ``_messages``.
     """
     others = list(_others(group))
     if not others or not works or len(works) % (2 * len(others)):
@@ -62,15 +62,13 @@ def peer_of(group: dist.ProcessGroup, works: Sequence[Work], position: int) -> i
 def issue_all_gathers(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int) -> list[Work]:
     """Start gathering every rank's shards.
 
-    Args:
-        pairs: of each, the output ``(n * world_size,)`` and the shard ``(n,)``, which may be its
-            own slot of the output; otherwise this thread copies it there. Both are contiguous and
-            must live, unchanged, until all of the works have been waited for.
-        group: the ranks.
-        tag: of the messages, which match in the order of ``pairs``.
+    Raises ``UnreachableError`` if a rank is gone.
 
-    Raises:
-        UnreachableError: a rank is gone.
+    Args:
+        pairs: outputs ``(n * world_size,)`` and shards ``(n,)``, all contiguous. A shard may be the
+            rank's own slot of its output; otherwise it is copied there. All must stay alive and
+            unchanged until all works have been waited for.
+        tag: tag of the messages, which match in the order of ``pairs``.
     """
     rank, size = group.rank(), group.size()
     slots, shards, own = [], [], []
@@ -82,7 +80,7 @@ def issue_all_gathers(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int)
         # ``data``: a collective neither bumps its output's version nor is differentiated.
         slots.append(output.data.chunk(size))
         shards.append(shard.data)
-        # Before the first send: an error in between would leave the other ranks waiting.
+        # Before the first send, since an error in between would leave the other ranks waiting.
         if slots[-1][rank].data_ptr() != shard.data_ptr():
             own.append((slots[-1][rank], shards[-1].view_as(slots[-1][rank])))
     works = _messages(group, tag, slots, [[shard] * size for shard in shards])
@@ -96,18 +94,13 @@ def issue_exchanges(
 ) -> tuple[list[Work], list[list[torch.Tensor]]]:
     """Start sending each rank its chunks of unsharded tensors.
 
-    Args:
-        pairs: of each, the unsharded tensor ``(n * world_size,)`` and this rank's output ``(n,)``.
-        group: the ranks.
-        tag: of the messages, which match in the order of ``pairs``.
+    Takes pairs of an unsharded tensor ``(n * world_size,)`` and this rank's output ``(n,)``.
+    Otherwise like ``issue_all_gathers``.
 
     Returns:
-        The works; of each pair, the parts ``(n,)`` of this rank's chunk, one per rank, in the order
-        of ranks. This rank's part is a view of the unsharded tensor; one of the first two is the
-        output, the others are views of one buffer of ``(world_size - 2) * n`` elements.
-
-    Raises:
-        UnreachableError: a rank is gone.
+        The works and, for each pair, the parts ``(n,)`` of this rank's chunk in rank order. This
+            rank's part is a view of the unsharded tensor. One of the first two parts is the output,
+            the rest are views of one buffer of ``(world_size - 2) * n`` elements.
     """
     rank, size = group.rank(), group.size()
     received, sent = [], []
@@ -132,10 +125,9 @@ def _messages(
     received: Sequence[Sequence[torch.Tensor]],
     sent: Sequence[Sequence[torch.Tensor]],
 ) -> list[Work]:
-    """Receive from every other rank, and send to it, its tensor of each list, if it is not empty.
+    """Receive one tensor of each list from every other rank, and send one of each; skip empty ones.
 
-    All that is received from one rank comes before what is received from the next, then all that
-    is sent likewise: ``peer_of`` relies on it.
+    Works are ordered by direction (receives first), then rank, then list: ``peer_of`` relies on it.
     """
     works: list[Work] = []
     try:
@@ -153,10 +145,11 @@ def _messages(
 
 
 def sum_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], divisor: float) -> None:
-    """Write the sum of ``parts``, added in their order, over ``divisor`` into ``output``.
+    """Write the sum of ``parts``, added in order and divided by ``divisor``, to ``output``.
 
-    ``output`` may be one of the first two parts. Low-precision parts are summed in float32 and
-    rounded once, as in ``torch.mean``. For two parts that makes no difference: halving is exact.
+    ``output`` may be one of the first two parts. More than two low-precision parts are summed in
+    float32 and rounded once, as in ``torch.mean``; two parts need no float32, since halving is
+    exact.
     """
     flat = output.data.view(-1)
     widened = len(parts) > 2 and flat.dtype in (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Process groups of a unit: for sharding, for reductions, and for replicas.
+"""Process groups of a unit: for sharding, for reductions and for replicas.
 
 With a hybrid strategy, N = R x S ranks hold R replicas of S shards::
 
@@ -6,8 +6,8 @@ With a hybrid strategy, N = R x S ranks hold R replicas of S shards::
     shard       0  1 | 0  1        replicate groups  {0, 2} {1, 3}
     replica     0  0 | 1  1
 
-All-gathers and reduce-scatters stay inside a shard group; the results of the reduce-scatters are
-averaged over the replicate group. With a hierarchical one, all N ranks shard, on two levels
+All-gathers and reduce-scatters stay inside a shard group. The results of the reduce-scatters are
+averaged over the replicate group. With a hierarchical strategy all N ranks shard, on two levels
 (``Hierarchy``).
 """
 
@@ -37,14 +37,14 @@ from fsdp_dynamo.errors import (
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a unit.
+    """Process groups of a unit.
 
     Attributes:
-        shard: the ranks among which a flat parameter is sharded.
-        reduce: the same ranks in the same order, for gradients. A separate group has its own
-            communicator, so that all-gathers do not queue behind reduce-scatters.
-        replicate: the ranks that hold the same shard, or ``None`` if there is only one replica.
-        hierarchy: levels of the shard group, or ``None`` if all of its ranks gather at once.
+        shard: ranks that share the shards of a flat parameter.
+        reduce: the same ranks in the same order, for gradients. A separate group has a communicator
+            of its own, so that all-gathers do not queue behind reduce-scatters.
+        replicate: ranks that hold the same shard; ``None`` without replicas.
+        hierarchy: levels of the shard group; ``None`` if it has one level.
     """
 
     shard: dist.ProcessGroup
@@ -53,29 +53,29 @@ class Groups:
     hierarchy: Hierarchy | None = None
 
     def shard_of(self, rank: int) -> int:
-        """The number of the shard that a rank of the shard group holds."""
+        """Number of the shard that a rank of the shard group holds."""
         return rank if self.hierarchy is None else self.hierarchy.shards[rank]
 
     @property
-    def every(self) -> tuple[dist.ProcessGroup, ...]:
-        """All groups that a unit communicates in; some may be the same."""
+    def communicators(self) -> tuple[dist.ProcessGroup, ...]:
+        """All groups that a unit communicates in, perhaps with repetitions."""
         levels = () if self.hierarchy is None else (self.hierarchy.node, self.hierarchy.across)
         return (*self.all, self.reduce, *levels)
 
     @property
     def all(self) -> tuple[dist.ProcessGroup, ...]:
-        """Shard group, and replicate group if there is one."""
+        """Shard group, then the replicate group if there is one."""
         return (self.shard,) if self.replicate is None else (self.shard, self.replicate)
 
     @property
     def reductions(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups over which a gradient is averaged, one after the other."""
+        """Groups over which a gradient is averaged, in this order."""
         both = (self.reduce, self.replicate)
         return tuple(group for group in both if group is not None and group.size() > 1)
 
 
 class _Levels(NamedTuple):
-    """Names of a strategy's two dimensions of ranks, for messages: of a mesh, of a pair."""
+    """Words for a strategy's two dimensions of ranks, for messages."""
 
     strategy: str
     mesh: str
@@ -97,18 +97,7 @@ def groups_of(
     is_hybrid: bool,
     is_hierarchical: bool = False,
 ) -> Groups:
-    """The groups for a wrapper's arguments.
-
-    Args:
-        group: argument ``process_group``.
-        mesh: argument ``device_mesh``.
-        reduction_group: the argument of this name.
-        is_hybrid: whether the strategy has replicas; by default, each node holds one.
-        is_hierarchical: whether it shards on two levels; by default, nodes are those of the ranks.
-
-    Raises:
-        FSDPError: a subclass, if the arguments contradict each other or the strategy.
-    """
+    """Return the process groups that a constructor's arguments ask for."""
     default = _default_group()
     if mesh is not None and group is not None:
         raise FSDPValueError(
@@ -125,7 +114,7 @@ def groups_of(
 
 
 def _default_group() -> dist.ProcessGroup:
-    """The default group; in a process that no launcher started, one of this process alone."""
+    """Return the default group; without a launcher, create one of this process alone."""
     if not dist.is_initialized():
         _initialise_one_rank()
     default = dist.group.WORLD
@@ -134,11 +123,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _initialise_one_rank() -> None:
-    """Make a default group of one rank, for notebooks and for trying things out.
-
-    Raises:
-        FSDPStateError: a launcher has started several ranks.
-    """
+    """Create a default group of one rank, for notebooks and experiments."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     if num_ranks != "1":
         raise FSDPStateError(
@@ -188,8 +173,13 @@ def _checked(group: object, where: str) -> dist.ProcessGroup:
     )
 
 
+def serves_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether the group communicates CPU tensors."""
+    return any(kind.type == "cpu" for kind in group._device_types)
+
+
 def served_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """``device`` if the group communicates there, else the first one where it does."""
+    """Return ``device`` if the group communicates there, else the first device of the group."""
     served = [kind.type for kind in group._device_types]
     return device if device.type in served else torch.device(served[0])
 
@@ -200,7 +190,7 @@ def served_device(group: dist.ProcessGroup, device: torch.device) -> torch.devic
 def _two_groups(
     group: object, mesh: DeviceMesh | None, default: dist.ProcessGroup, levels: _Levels
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Shard group and replicate group; for a hierarchy, ranks in a node and across nodes."""
+    """Shard and replicate group; for a hierarchy, the groups in a node and across nodes."""
     if mesh is not None:
         if mesh.ndim != 2:
             raise FSDPValueError(
@@ -233,7 +223,7 @@ def _two_groups(
 def _hierarchical_groups(
     group: object, mesh: DeviceMesh | None, reduction_group: object, default: dist.ProcessGroup
 ) -> Groups:
-    """All ranks as one shard group on two levels; on one, if there is one node only."""
+    """Groups of two levels that share one sharding; of one level, if there is one node."""
     if reduction_group is not None:
         raise FSDPValueError(
             "argument 'reduction_group': expected no reduction_group for HIERARCHICAL_SHARD, got "
@@ -247,46 +237,33 @@ def _hierarchical_groups(
     return Groups(every, every, None, hierarchy)
 
 
-_node_groups: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
-"""By default group: one pair serves all wrappers, as connections cost memory."""
-
-
 def _groups_by_node(
     default: dist.ProcessGroup, levels: _Levels
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The group of this rank's node, and its group across nodes, with the user's timeout."""
-    if default not in _node_groups:
-        size, world = _ranks_per_node(levels), default.size()
-        if world % size:
-            raise FSDPValueError(
-                f"{levels.strategy} without process_group and device_mesh: expected a world size "
-                f"divisible by the {size} rank(s) per node, got {world}. Pass a 2-D device_mesh: "
-                f"init_device_mesh(device, ({levels.mesh}))."
-            )
-        every, position = range(world), dist.get_rank() % size
-        first = dist.get_rank() - position
-        _node_groups[default] = (
-            new_group([default], every[first : first + size], "groups of nodes"),
-            new_group([default], every[position::size], "groups across nodes"),
+    """Group of this rank's node, and its group across nodes."""
+    where = f"{levels.strategy} without process_group and device_mesh"
+    size, num_ranks = _ranks_per_node(), default.size()
+    if size is None:
+        raise FSDPValueError(
+            f"{where}: expected a known number of ranks per node, got no LOCAL_WORLD_SIZE in the "
+            "environment, and no accelerator to count. Start with torchrun, or pass a 2-D "
+            f"device_mesh ({levels.mesh})."
         )
-    return _node_groups[default]
-
-
-def _ranks_per_node(levels: _Levels) -> int:
-    """Ranks per node: as the launcher says, otherwise the number of devices."""
-    known = _known_ranks_per_node()
-    if known is not None:
-        return known
-    raise FSDPValueError(
-        f"{levels.strategy} without process_group and device_mesh: expected a known number of "
-        "ranks per node, got no LOCAL_WORLD_SIZE in the environment, and no accelerator to count. "
-        f"Start with torchrun, or pass a 2-D device_mesh ({levels.mesh})."
+    if num_ranks % size:
+        raise FSDPValueError(
+            f"{where}: expected a world size divisible by the {size} rank(s) per node, got "
+            f"{num_ranks}. Pass a 2-D device_mesh: init_device_mesh(device, ({levels.mesh}))."
+        )
+    every, position = range(num_ranks), dist.get_rank() % size
+    first = dist.get_rank() - position
+    return (
+        _subgroup(default, every[first : first + size], "groups of nodes"),
+        _subgroup(default, every[position::size], "groups across nodes"),
     )
 
 
-def _known_ranks_per_node() -> int | None:
+def _ranks_per_node() -> int | None:
+    """Ranks per node as the launcher says, otherwise the number of devices; ``None``: unknown."""
     from_launcher = os.environ.get("LOCAL_WORLD_SIZE")
     if from_launcher is not None:
         return int(from_launcher)
@@ -294,29 +271,20 @@ def _known_ranks_per_node() -> int | None:
 
 
 def node_ranks_of(group: dist.ProcessGroup) -> int:
-    """Ranks of a group on each node, where it spans several nodes; 1 where it does not."""
+    """Number of a group's ranks on each node if the group spans several nodes, else 1."""
     ranks = dist.get_process_group_ranks(group)
-    size = _known_ranks_per_node() or len(ranks)
+    size = _ranks_per_node() or len(ranks)
     on_nodes = Counter(rank // size for rank in ranks)
     return max(on_nodes.values()) if len(on_nodes) > 1 else 1
 
 
-# -- some of the ranks ----------------------------------------------------------------------------
-
-_parts: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-"""By group and size: one serves all units."""
-
-
 def part_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """The part of a group that this rank is in: of its ranks in their order, ``size`` each.
+    """Return the subgroup of ``size`` consecutive ranks that contains this rank.
 
-    Every rank of the group must call it. ``size`` divides the group's.
+    Every rank of the group must call it. ``size`` divides the group's size.
     """
-    parts = _parts.setdefault(group, {})
-    if size not in parts:
-        first = group.rank() // size * size
-        parts[size] = new_group([group], _ranks(group)[first : first + size], "parts of a group")
-    return parts[size]
+    first = group.rank() // size * size
+    return _subgroup(group, _ranks(group)[first : first + size], "parts of a group")
 
 
 # -- reductions ------------------------------------------------------------------------------------
@@ -337,7 +305,7 @@ def _reduction_group(group: object, shard: dist.ProcessGroup) -> dist.ProcessGro
 
 
 def is_first_of(groups: Iterable[dist.ProcessGroup]) -> bool:
-    """Whether this rank is the first of all that some groups make up together."""
+    """Whether this rank is the first in all of the groups."""
     return all(group.rank() == 0 for group in groups)
 
 
@@ -346,32 +314,50 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 # -- new groups ------------------------------------------------------------------------------------
-# New process groups of some ranks of another one.
+# Subgroups, created by their ranks alone.
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """The timeout that a group was created with, which no public API returns."""
+    """Timeout that a group was created with, which no public API returns."""
     backend = group._get_backend(group._device_types[0])
     seconds: float = backend.options._timeout.total_seconds()
     return seconds
 
 
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+"""Subgroups by group and ranks, shared by all units, since connections cost memory."""
+
+
+def _subgroup(
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    use: str,
+    of: Sequence[dist.ProcessGroup] = (),
+) -> dist.ProcessGroup:
+    """Return the group of some ranks of a group; see ``new_group``, whose ``of`` is the group."""
+    made = _subgroups.setdefault(group, {})
+    key = tuple(ranks)
+    if key not in made:
+        made[key] = new_group(of or [group], ranks, use)
+    return made[key]
+
+
 def new_group(
     of: Sequence[dist.ProcessGroup], ranks: Sequence[int], use: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A group of this rank and others, who meet in groups that they are in already.
+    """Create a group of this rank and others, which first meet in existing groups.
 
-    (``dist.new_group()`` waits for a rank that is gone until its timeout.)
+    ``dist.new_group()`` alone would wait for a rank that is gone until the timeout; this raises
+    ``RankFailedError`` at once.
 
     Args:
-        of: groups of which every rank calls it, and that connect the ranks of the new one. It gets
-            the timeout of the first.
-        ranks: global ones of the new group, this rank among them.
-        use: what the group is for, as users know it.
-        backend: of the new group; ``None``: the default group's.
-
-    Raises:
-        RankFailedError: a rank is gone, or has not come within the timeout.
+        of: existing groups that connect the new group's ranks; all of their ranks must call this
+            function. The new group gets the timeout of the first.
+        ranks: global ranks of the new group, this rank included.
+        use: purpose of the group, for messages.
+        backend: ``None``: the default group's.
     """
     for group in of:
         with watched(group, "barrier", use):
@@ -381,16 +367,16 @@ def new_group(
         made: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout, backend, use_local_synchronization=True
         )
-    made.bound_device_id = device  # barriers run there
+    made.bound_device_id = device  # the device of the group's barriers
     return made
 
 
 @contextmanager
 def _unbound_default_group() -> Iterator[torch.device | None]:
-    """Hide the device of ``init_process_group(device_id=...)``; yields it.
+    """Hide the device of ``init_process_group(device_id=...)`` inside; yield it.
 
-    Where it is set, torch splits the default group's communicator to make that of a new group. A
-    split needs every rank of the job, and only the ranks of the new group come here.
+    While it is set, torch creates a new group by splitting the default group's communicator. A
+    split needs every rank of the job, but only the ranks of the new group come here.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -402,9 +388,7 @@ def _unbound_default_group() -> Iterator[torch.device | None]:
 
 
 # -- hierarchy -------------------------------------------------------------------------------------
-# Two levels of ranks that share one sharding: inside nodes, and between them.
-#
-# With 2 nodes of 2 ranks::
+# Two levels of ranks that share one sharding. With 2 nodes of 2 ranks::
 #
 #     rank              0    1   |   2    3       node    {0, 1} {2, 3}
 #     secondary shard   A    B   |   A    B       across  {0, 2} {1, 3}
@@ -412,22 +396,22 @@ def _unbound_default_group() -> Iterator[torch.device | None]:
 #
 #     a parameter       | A0 A1 | B0 B1 |
 #
-# Ranks of one position in their nodes hold a secondary shard together. Gathered among them, and
-# then inside a node, shards become the flat parameter in its order. So shards are numbered by
+# Ranks with the same position in their nodes share a secondary shard. An all-gather among them, and
+# then one inside the node, must give the flat parameter in order. So shards are numbered by
 # position first, by node second.
 #
-# Source: ZeRO++ (arXiv:2306.10209), whose secondary partition this is.
+# Source: the secondary partition of ZeRO++ (arXiv:2306.10209).
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """The two levels, as this rank is in them.
+    """Two levels of ranks, as this rank sees them.
 
     Attributes:
-        node: the ranks of its node.
-        across: the ranks of its position in all nodes.
-        shards: for each rank of the group of all of them, the shard that it holds.
-        grid: by position and node, the global ranks.
+        node: ranks of this rank's node.
+        across: ranks with this rank's position in all nodes.
+        shards: number of the shard that each rank of the whole group holds.
+        grid: global ranks by position and node.
     """
 
     node: dist.ProcessGroup
@@ -441,16 +425,7 @@ def hierarchy_of(
     across: dist.ProcessGroup,
     default: dist.ProcessGroup,
 ) -> tuple[dist.ProcessGroup, Hierarchy]:
-    """The group of all ranks of both levels, and the levels; every rank must call it.
-
-    Args:
-        node: the ranks of this rank's node.
-        across: those of its position in all nodes.
-        default: the default group.
-
-    Raises:
-        FSDPValueError: the ranks form no regular grid.
-    """
+    """Return the group of all ranks of both levels, and the levels; every rank must call it."""
     grid = _grid(node, across)
     ranks = sorted(rank for row in grid for rank in row)
     if len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < default.size():
@@ -465,29 +440,14 @@ def hierarchy_of(
         for index, row in enumerate(grid)
         for position, rank in enumerate(row)
     }
-    everyone = _group_of(ranks, default, [node, across])
+    everyone = default
+    if len(ranks) < default.size():
+        everyone = _subgroup(default, ranks, "the group of all nodes", [node, across])
     shards = tuple(number[rank] for rank in ranks)
     return everyone, Hierarchy(node, across, shards, tuple(zip(*grid, strict=True)))
 
 
 def _grid(node: dist.ProcessGroup, across: dist.ProcessGroup) -> list[list[int]]:
-    """Global ranks by node and position, as this rank's row and column continue."""
+    """Global ranks by node and position, extrapolated from this rank's row and column."""
     own = dist.get_rank()
     return [[one + other - own for one in _ranks(node)] for other in _ranks(across)]
-
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
-"""By default group and ranks: one serves all wrappers, as connections cost memory."""
-
-
-def _group_of(
-    ranks: Sequence[int], default: dist.ProcessGroup, levels: Sequence[dist.ProcessGroup]
-) -> dist.ProcessGroup:
-    if len(ranks) == default.size():
-        return default
-    made = _groups.setdefault(default, {})
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = new_group(levels, ranks, "the group of all nodes")
-    return made[tuple(ranks)]

@@ -1,29 +1,29 @@
-"""Streams beside the one that computes, on devices whose host runs ahead of them.
+"""Side streams, on devices whose host runs ahead.
 
 [Note: what a collective waits for]
 
-A collective starts when everything has run that was enqueued, at its issue, on the stream that is
-current then. Waiting for it holds back the current stream, not the host. So a gather that is issued
-on the computing stream behind a unit's forward does not overlap it, and one that is waited for in
-order to start the next collective stops the computation. Hence three streams of our own:
+A collective starts when all work has run that was enqueued on the current stream when it was
+issued. Waiting for it blocks the current stream, not the host. So an all-gather issued on the
+computing stream behind a unit's forward does not overlap that forward, and a wait that only serves
+to issue the next collective stops the computation. Hence three streams of our own:
 
 - ``gathers``: shards are copied from the host, cast and sent, and unsharded flat parameters are
-  allocated, in the order of this stream. Its memory returns to its own pool. What a unit frees is
-  in use until the streams that computed with it have passed it: it is retired, and freed when the
-  next unit is about to begin (``settle``), after which gathers wait for these streams, and for what
-  has come before on the current one. So a gather runs beside one unit, whether its
-  place was foreseen or not, and two units are unsharded. A unit that comes again before that, as
-  the last one of a forward does, is not gathered again.
-- ``replicas``: the mean over replicas, or between nodes, waits here for the reduce-scatter before
-  it.
-- ``copies``: offloaded gradients go to the host.
+  allocated, in the order of this stream; freed memory returns to its pool. Computing streams may
+  still read an unsharded parameter when its unit reshards. So its storage is freed later, when the
+  next unit is about to begin (``free_pending``): the stream of gathers first waits for these
+  readers and for all earlier work on the current stream. An all-gather thus overlaps one unit,
+  whether it was prefetched or not, and at most two units are unsharded. A unit that runs again
+  before that, as the last unit of a forward does, keeps its parameters.
+- ``replicas``: the mean over replicas, or between nodes, waits here for the preceding
+  reduce-scatter.
+- ``copies``: offloaded gradients are copied to the host.
 
-Where the host does not run ahead (CPUs), there are none, and nothing is deferred.
+Where the host does not run ahead (CPU), there are no side streams and nothing is deferred.
 
-The stream that computes is whichever the user has made current, and another unit may run on another
-stream. Streams and events belong to a device, and the current device need not be that of the
-parameters: autograd's callbacks run on the thread that called ``backward()``, and a new thread
-begins with the first device. So nothing here asks for "the current stream" without a device.
+The computing stream is the one that the user has made current, and may differ between units.
+Streams and events belong to a device, and the current device may not be that of the parameters:
+autograd's callbacks run on the thread that called ``backward()``, and a new thread starts on the
+first device. So this file never asks for "the current stream" without a device.
 """
 
 from __future__ import annotations
@@ -39,38 +39,34 @@ from fsdp_dynamo import events
 
 
 class SideStreams:
-    """The streams of one device.
-
-    Args:
-        device: an accelerator.
-    """
+    """Side streams of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        high = -1  # what they do is short, and what follows waits for it
+        high = -1  # kernels are short, and the computing stream waits for them
         self._gathers = self._module.Stream(device=device, priority=high)
         self._replicas = self._module.Stream(device=device, priority=high)
         self._copies = self._module.Stream(device=device)
-        self._retired: list[tuple[Sequence[torch.UntypedStorage], list[Any]]] = []
+        self._to_free: list[tuple[Sequence[torch.UntypedStorage], list[Any]]] = []
 
     def current(self) -> Any:
-        """The stream that is current on the device now."""
+        """Current stream of the device."""
         return self._module.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Enqueue what is issued inside on a stream of the device, and allocate there."""
+        """Make a stream of the device current inside the context, for launches and allocations."""
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
     @contextmanager
     def on_followed(self, stream: Any) -> Iterator[None]:
-        """Run what follows on a side stream, for which the current stream waits at the end."""
+        """Make a stream current inside the context; the previous stream waits for it at the end."""
         with self.on(stream):
             yield
         self.follow(stream)
 
     def follow(self, stream: Any) -> None:
-        """Let the current stream wait for what is enqueued on another one now."""
+        """Make the current stream wait for work enqueued on another stream so far."""
         current = self.current()
         if stream != current:
             current.wait_stream(stream)
@@ -80,7 +76,7 @@ class SideStreams:
         return self._module.device(self._device)  # type: ignore[no-any-return]
 
     def event_on(self, stream: Any, *, enable_timing: bool = False) -> Any:
-        """An event behind what is enqueued on a stream now."""
+        """Record an event behind the work enqueued on a stream so far."""
         event = self._module.Event(enable_timing=enable_timing)
         event.record(stream)
         return event
@@ -88,14 +84,13 @@ class SideStreams:
     # -- gathers -------------------------------------------------------------------------------
 
     def gathering(self) -> AbstractContextManager[object]:
-        """Enqueue what is issued inside on the stream of gathers, and allocate there."""
+        """Make the stream of gathers current inside the context."""
         return self.on(self._gathers)
 
     def join(self, readers: list[Any]) -> None:
-        """Let the current stream follow the gathers that other streams have waited for.
+        """Make the current stream wait for the all-gathers that other streams have waited for.
 
-        Args:
-            readers: those streams; the current one becomes one of them.
+        ``readers`` are those streams; the current stream is added to them.
         """
         current = self.current()
         if current in readers:
@@ -104,12 +99,12 @@ class SideStreams:
             self.follow(readers[0])
         readers.append(current)
 
-    def settle(self) -> None:
-        """Let gathers wait for what is enqueued now; free what was retired before."""
+    def free_pending(self) -> None:
+        """Make the stream of gathers wait for readers, then free the storages of ``free_later``."""
         waited_for = [self.current()]
         self._gathers.wait_stream(waited_for[0])
-        retired, self._retired = self._retired, []
-        for storages, readers in retired:
+        to_free, self._to_free = self._to_free, []
+        for storages, readers in to_free:
             for stream in readers:
                 if stream not in waited_for:
                     self._gathers.wait_stream(stream)
@@ -117,35 +112,35 @@ class SideStreams:
             for storage in storages:
                 storage.resize_(0)
 
-    def retire(self, storages: Sequence[torch.UntypedStorage], readers: Sequence[Any] = ()) -> None:
-        """Free storages of gathers after what has been enqueued has run.
+    def free_later(
+        self, storages: Sequence[torch.UntypedStorage], readers: Sequence[Any] = ()
+    ) -> None:
+        """Free storages, all together, in the next ``free_pending``.
 
-        Args:
-            storages: freed together, by the next ``settle``.
-            readers: streams that have read them, beside the current one.
+        ``readers`` are the streams that have read them, besides the current one.
         """
-        self._retired.append((storages, [*readers, self.current()]))
+        self._to_free.append((storages, [*readers, self.current()]))
 
-    def take_back(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Let storages that were retired together be used again; false if they are gone."""
+    def cancel_free(self, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Keep storages of a ``free_later``; false if they have been freed already."""
         wanted = {one.data_ptr() for one in storages}
-        kept = [one for one in self._retired if wanted.isdisjoint(s.data_ptr() for s in one[0])]
-        is_there = len(kept) < len(self._retired)
-        self._retired = kept
+        kept = [one for one in self._to_free if wanted.isdisjoint(s.data_ptr() for s in one[0])]
+        is_there = len(kept) < len(self._to_free)
+        self._to_free = kept
         return is_there
 
     # -- reductions ----------------------------------------------------------------------------
 
     def over_replicas(self) -> AbstractContextManager[object]:
-        """Enqueue what is issued inside on the stream of means over replicas."""
+        """Make the stream of means over replicas current inside the context."""
         return self.on(self._replicas)
 
     def replicas_follow(self) -> None:
-        """Let means over replicas use memory again only after what is enqueued now."""
+        """Make the stream of means over replicas wait before it reuses memory."""
         self._replicas.wait_stream(self.current())
 
     def copy_to_host(self, tensor: torch.Tensor) -> HostCopy:
-        """Start to copy a tensor that the current stream has made to pinned memory."""
+        """Start a copy of a tensor, produced on the current stream, to pinned memory."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
         self._copies.wait_stream(self.current())
         with self.on(self._copies):
@@ -153,24 +148,24 @@ class SideStreams:
         return HostCopy(tensor, host, self.after(self._copies))
 
     def timer(self) -> StreamTimer:
-        """A timer of the current stream."""
+        """Return a timer of the current stream."""
         return StreamTimer(self, computes=self.current() != self._replicas)
 
     def after(self, stream: Any) -> StreamEvent:
-        """All that is enqueued on a stream of the device now, to be waited for."""
+        """Return an event behind the work enqueued on a stream so far."""
         return StreamEvent(self, self.event_on(stream))
 
     def after_gathers(self) -> StreamEvent:
-        """All that is enqueued on the stream of gathers now, to be waited for."""
+        """Return an event behind the work enqueued on the stream of gathers so far."""
         return self.after(self._gathers)
 
     def after_current(self) -> StreamEvent:
-        """All that is enqueued on the current stream now, to be waited for."""
+        """Return an event behind the work enqueued on the current stream so far."""
         return self.after(self.current())
 
 
 class StreamEvent:
-    """Work of our own on a stream, to be waited for as a collective is."""
+    """Work on a stream of ours, with the interface of a collective's handle."""
 
     def __init__(self, streams: SideStreams, event: Any) -> None:
         self._streams = streams
@@ -178,28 +173,24 @@ class StreamEvent:
 
     @property
     def is_reached(self) -> bool:
-        """Whether it is done; the host does not wait."""
-        # The watchdog asks from its own thread. A query there makes a context on the device that is
-        # current, half a gigabyte of it, and in a new thread that is the first.
+        """Whether the work is done; does not block the host."""
+        # The watchdog calls this on its own thread, where device 0 is current. Without the guard
+        # the query would create a context on that device (0.5 GB).
         with self._streams.on_device():
             done: bool = self._event.query()
         return done
 
     def wait(self) -> None:
-        """Let the current stream wait for it."""
+        """Make the current stream wait for the work."""
         self._streams.current().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Block the host until it is done."""
+        """Block the host until the work is done."""
         self._event.synchronize()
 
 
 class StreamClock:
-    """Times of points of a program on a device, on the host's clock.
-
-    Args:
-        streams: of the device.
-    """
+    """Clock that maps points on a device's streams to the host's time."""
 
     def __init__(self, streams: SideStreams) -> None:
         self._streams = streams
@@ -207,18 +198,18 @@ class StreamClock:
         self._stopped_ns = 0
 
     def now(self) -> Callable[[], int]:
-        """Note where the current stream is; gives its time after ``stop``."""
+        """Record a point on the current stream; the result gives its time after ``stop``."""
         event = self._recorded()
 
         def read() -> int:
-            event.synchronize()  # of another stream, perhaps
+            event.synchronize()  # ``stop`` has waited for one stream only
             before_ms: float = event.elapsed_time(self._stopped)
             return self._stopped_ns - round(1e6 * before_ms)
 
         return read
 
     def stop(self) -> None:
-        """Block the host until the current stream is here: this moment is known on both clocks."""
+        """Block the host until the current stream is here; both clocks know this moment."""
         self._stopped = self._recorded()
         self._stopped.synchronize()
         self._stopped_ns = time.perf_counter_ns()
@@ -228,11 +219,10 @@ class StreamClock:
 
 
 class StreamTimer:
-    """Time for which the stream that computes stands still between two points of a program.
+    """Time for which the computing stream is blocked between two points.
 
     Args:
-        streams: of the device.
-        computes: whether that is the current stream; otherwise it stands still for no time.
+        computes: whether the current stream is the computing one; if not, the time is 0.
     """
 
     def __init__(self, streams: SideStreams, *, computes: bool) -> None:
@@ -244,7 +234,7 @@ class StreamTimer:
         return self._streams.event_on(self._streams.current(), enable_timing=True)
 
     def stopped(self) -> Callable[[], int]:
-        """Ends here; gives the nanoseconds, for which the host waits."""
+        """Record the end; the result gives nanoseconds, for which the host waits."""
         end = self._now()
 
         def elapsed_ns() -> int:
@@ -258,10 +248,10 @@ class StreamTimer:
 
 
 class HostCopy:
-    """A copy to the host in flight; keeps its source alive.
+    """Copy to the host in flight; keeps its source alive.
 
     Attributes:
-        host: what is copied to.
+        host: destination.
     """
 
     def __init__(self, source: torch.Tensor, host: torch.Tensor, end: StreamEvent) -> None:
@@ -271,11 +261,11 @@ class HostCopy:
 
     @property
     def is_done(self) -> bool:
-        """Whether the host can read it without waiting."""
+        """Whether the host can read the copy without waiting."""
         return self._end.is_reached
 
     def wait(self) -> torch.Tensor:
-        """Block the host until the copy is there; returns it."""
+        """Block the host until the copy is complete; return it."""
         self._end.synchronize()
         self._source = None
         return self.host
@@ -290,7 +280,7 @@ def host_runs_ahead(device: torch.device) -> bool:
 
 
 def side_streams(device: torch.device) -> SideStreams | None:
-    """The side streams of a device; ``None`` where the host does not run ahead of it."""
+    """Return the side streams of a device; ``None`` where the host does not run ahead."""
     try:
         return _by_device[device]
     except KeyError:
@@ -299,13 +289,13 @@ def side_streams(device: torch.device) -> SideStreams | None:
 
 
 def timer_of(device: torch.device) -> StreamTimer | None:
-    """A timer of the current stream; ``None`` where the host itself waits."""
+    """Return a timer of the current stream; ``None`` where the host itself waits."""
     streams = side_streams(device)
     return None if streams is None else streams.timer()
 
 
 def time_events_on(device: torch.device) -> None:
-    """Give the events of a recording, if there is one, the times of a device from now on."""
+    """Give the open recording of events, if any, the clock of a device."""
     log = events.recorder
     if log is not None and log.clock is None:
         streams = side_streams(device)

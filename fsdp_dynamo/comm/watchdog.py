@@ -1,15 +1,14 @@
-"""Waits for collectives that end early when another rank has posted a failure notice.
+"""Waits for other ranks that end early when another rank has posted a failure notice.
 
-All waits of this package for other ranks are such waits: those for its own collectives
-(``wait_with_watchdog``), and those inside of torch's blocking calls (``watched``).
+All waits of this package for other ranks go through this file: waits for its own collectives
+(``wait_with_watchdog``, ``wait_on_device``) and waits inside torch's blocking calls (``watched``).
 
-A gloo wait that times out closes the group's connections, so waiting in slices is no option: it
-would abort healthy transfers. Instead, a watchdog thread checks the store for the groups of waits
-that last longer than a period, and closes a group's connections only when there is a notice. That
-ends the wait.
+A gloo wait that times out closes the group's connections, so waiting in short slices would abort
+healthy transfers. Instead a watchdog thread checks the store for groups whose waits last longer
+than a period, and closes a group's connections only if there is a notice. That ends the wait.
 
-On a device a wait holds a stream back, not the host. There the thread checks the groups whose
-streams stand still behind a wait (``DeviceWaits``), and the next wait raises what it finds.
+On a device a wait blocks a stream, not the host. The thread then checks groups whose streams are
+blocked (``DeviceWaits``), and the next wait raises the error it found.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from fsdp_dynamo.comm.streams import SideStreams
 from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError, with_section
 
 # -- peer failure ----------------------------------------------------------------------------------
-# Ranks that are gone, and error messages for collectives that failed because of another rank.
+# Error messages for collectives that failed because another rank is late or gone.
 
 
 _LATE = re.compile(r"[Tt]imed? ?out(?: waiting (\d+)ms)?")
@@ -60,14 +59,11 @@ _ALONE_FIX = (
 
 
 def gone_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
-    """Ranks to which a gloo group's connection is closed; none for other backends.
+    """Return the ranks to which a gloo group's connection is closed; none for other backends.
 
-    gloo notices at once when the process at the other end has ended, and says so to the next
-    operation. Here that is a receive for which nothing is ever sent, and nothing waits.
-
-    Args:
-        group: the connections are its own.
-        ranks: global ones, of the group, without this one.
+    gloo notices at once when the process at the other end ends, and reports it in the next
+    operation. The operation here is a receive that nobody answers and nobody waits for. ``ranks``
+    are global and do not include this one.
     """
     return [rank for rank in ranks if _is_closed(group, dist.get_group_rank(group, rank))]
 
@@ -81,7 +77,7 @@ def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
 
 
 def _only_one_gone(group: dist.ProcessGroup) -> int | None:
-    """The only rank of a group that is gone; ``None`` if there are others, or none."""
+    """Return the rank of a group that is gone; ``None`` if there is none, or several."""
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     gone = gone_ranks(group, others)
     return gone[0] if len(gone) == 1 else None
@@ -90,12 +86,11 @@ def _only_one_gone(group: dist.ProcessGroup) -> int | None:
 def peer_failure_message(
     error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
 ) -> str | None:
-    """The message for a peer that is late or gone; ``None`` if the error has another cause.
+    """Return the message for a peer that is late or gone; ``None`` for errors with another cause.
 
     Args:
-        error: of the backend. gloo's errors differ only in their text.
-        group: of the collective.
-        peer: global rank at the other end; ``None``: all others are at the other end.
+        error: error of the backend; gloo's errors differ only in their text.
+        peer: global rank at the other end; ``None``: all other ranks.
         entry: the collective, if known.
     """
     is_full_params = entry is not None and entry.use == FULL_PARAMS
@@ -124,12 +119,12 @@ def peer_failure_message(
 
 
 # -- device waits ----------------------------------------------------------------------------------
-# Waits of a device's streams, watched from another thread than the one that enqueues them.
+# The watchdog thread watches waits that the main thread enqueues on a device's streams.
 #
-# Behind each wait for a collective an event is recorded on the stream that waits. An event holds
-# no tensor; a backend's handle would keep the collective's output in memory, and what comes next
-# could not use it again. An event that is not reached says that the stream stands still or is
-# slow, not which: that is for the ranks to compare (``health.collective_order``).
+# Behind each wait for a collective, an event is recorded on the waiting stream. Events hold no
+# tensors, while a backend's handle would keep the collective's output allocated. An event that is
+# not reached only shows that the stream is blocked or slow. To find out which, ranks compare their
+# collectives (``health.collective_order``).
 
 
 _LOOKS_UNTIL_OVERDUE = 3
@@ -137,18 +132,18 @@ _LOOKS_UNTIL_BLOCKED = 3
 
 
 class Reachable(Protocol):
-    """A point on a stream."""
+    """Point on a stream."""
 
     @property
     def is_reached(self) -> bool:
-        """Whether the stream has come there; asking does not block."""
+        """Whether the stream has reached the point; does not block."""
 
 
 class _Pending:
-    """Points of one group's waits that are not reached yet, oldest first.
+    """Unreached points behind one group's waits, oldest first.
 
     Attributes:
-        run: the default group that its ranks are of.
+        run: default process group when the first wait began.
     """
 
     def __init__(self) -> None:
@@ -158,11 +153,11 @@ class _Pending:
         self._num_looks = 0
 
     def is_overdue(self) -> bool:
-        """Whether the oldest has been the same for some looks; drops those that are reached."""
+        """Whether the oldest point has been unreached for several looks; drops reached points."""
         try:
             while self.points and self.points[0].is_reached:
                 self.points.popleft()
-        except RuntimeError:  # the device has failed, which it tells the main thread itself
+        except RuntimeError:  # the device has failed; the main thread gets its own error
             self.points.clear()
         oldest = self.points[0] if self.points else None
         is_same = oldest is not None and oldest is self._oldest
@@ -177,15 +172,14 @@ def _current_run() -> weakref.ref[dist.ProcessGroup] | None:
 
 
 class DeviceWaits:
-    """All waits of streams for collectives, by group, and the error that ends them.
+    """Waits of streams for collectives by group, and the error that the next wait raises.
 
-    The thread that enqueues adds points; another one looks at them from time to time. Groups are
-    not kept alive.
+    The enqueuing thread adds points; the watchdog thread looks at them. Groups are not kept alive.
     """
 
     def __init__(self) -> None:
         self._pending: WeakKeyDictionary[dist.ProcessGroup, _Pending] = WeakKeyDictionary()
-        self._lock = threading.Lock()  # of the keys
+        self._lock = threading.Lock()  # guards the keys of _pending
         self._failure: DivergenceError | None = None
         self._report: Callable[[DivergenceError], None] | None = None
         self._run: weakref.ref[dist.ProcessGroup] | None = None
@@ -210,10 +204,10 @@ class DeviceWaits:
             return dict(self._pending)
 
     def look(self) -> list[tuple[dist.ProcessGroup, bool]]:
-        """All groups, and whether a stream waits for one of them that has not moved for some looks.
+        """Return all groups of this run, each with whether its oldest wait is overdue.
 
-        (A group of which nothing is pending may be one for which another rank waits.) Groups that
-        were destroyed are left out: there may be no store any more. None after a failure.
+        A group without waits is included, since another rank may wait for it. Groups of a destroyed
+        run are left out, since their store may be gone. Empty after a failure.
         """
         run = _current_run()
         if self._failure is not None and self._run == run:
@@ -224,11 +218,9 @@ class DeviceWaits:
     # -- the error -----------------------------------------------------------------------------
 
     def fail(self, error: DivergenceError, report: Callable[[DivergenceError], None]) -> None:
-        """Raise an error at the next wait, whatever its group. What is pending is given up.
+        """Make the next wait raise an error, whatever its group; drop all points.
 
-        Args:
-            error: what was found.
-            report: called with it if there is no next wait.
+        ``report`` is called with the error if no wait raises it soon.
         """
         self._failure, self._report, self._run = error, report, _current_run()
         self._looks_since_failure = 1
@@ -236,20 +228,16 @@ class DeviceWaits:
             pending.points.clear()
 
     def raise_if_failed(self) -> None:
-        """Raise what ``fail`` was given for the ranks of this run, anew at each call.
-
-        Raises:
-            DivergenceError: what was found.
-        """
+        """Raise the error given to ``fail`` in this run, as a new object at every call."""
         if self._failure is None:
             return
         self._looks_since_failure = 0
         if self._run == _current_run():
             raise type(self._failure)(str(self._failure))
-        self._failure = None  # of groups that were destroyed
+        self._failure = None  # from groups that were destroyed since
 
     def report_if_blocked(self) -> None:
-        """Look: report an error that no wait has raised for some looks, once."""
+        """Report an error that no wait has raised for several looks, once."""
         if self._looks_since_failure == 0:
             return
         self._looks_since_failure += 1
@@ -264,60 +252,67 @@ class DeviceWaits:
 
 PERIOD_S = 1.0
 STORE_TIMEOUT_S = 5.0
-"""Limit for diagnostics: the store may be on the rank that has stopped."""
+"""Limit for diagnostics, since the store may be on the rank that has stopped."""
 
 _MAX_IDLE_PERIODS = 30
 _INTERRUPT_TAG = 0x0D000001
 
 _Wait = tuple[int, dist.ProcessGroup]
+_Check = Callable[[dist.ProcessGroup], None]
+_Deliver = Callable[[DivergenceError], None]
 
 
 class _Watchdog:
-    """Thread that checks long waits; it ends after a while without any, and for no other reason.
+    """Thread that checks long waits; it ends after a period without waits.
 
     Attributes:
-        on_devices: the waits of streams.
+        on_devices: waits of streams.
+        watched: what to do for each group, see ``enable_watchdog``.
+        check_others: check for groups that are not in ``watched``; ``None``: none is watched yet.
+        deliver: posts an error to other ranks; ``None`` as above.
+        closed: why the connections of a group were closed, which gloo does not remember.
     """
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
         self.on_devices = DeviceWaits()
+        self.watched: WeakKeyDictionary[dist.ProcessGroup, Watched] = WeakKeyDictionary()
+        self.check_others: _Check | None = None
+        self.deliver: _Deliver | None = None
+        self.closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_alive = False
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def begin(self, group: dist.ProcessGroup) -> None:
-        """The calling thread starts to wait for a collective."""
+        """Register that the calling thread starts to wait for a collective."""
         self._waits[threading.get_ident()] = (next(self._numbers), group)
-        if not self._is_alive:
-            self._start()
+        self.ensure_running()
 
     def end(self) -> None:
-        """The calling thread's wait is over."""
+        """Register that the calling thread's wait is over."""
         self._waits.pop(threading.get_ident(), None)
 
-    def look_after(self) -> None:
-        """Let the thread run."""
-        if not self._is_alive:
-            self._start()
-
-    def _start(self) -> None:
+    def ensure_running(self) -> None:
+        """Start the thread unless it runs."""
+        if self._is_alive:
+            return
         with self._lock:
             if not self._is_alive:
                 self._is_alive = True
                 threading.Thread(target=self._run, name="fsdp_dynamo", daemon=True).start()
 
     def _run(self) -> None:
-        """Watch, and begin anew after an error, which is told once."""
+        """Watch; after an error, report it once and watch again."""
         while True:
             try:
                 return self._watch()
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
-                if text not in self._told:
-                    self._told.add(text)
-                    _tell(error)
+                if text not in self._reported:
+                    self._reported.add(text)
+                    _warn_of_failure(error)
                 time.sleep(PERIOD_S)
 
     def _watch(self) -> None:
@@ -328,30 +323,65 @@ class _Watchdog:
             now = dict(self._waits)
             idle = 0 if before or now or self.on_devices else idle + 1
             for group in {now[t][1] for t in now if before.get(t) == now[t]}:
-                if _noticed(group) is not None:
+                if self.error_for(group) is not None:
                     _close_connections(group)
             self._look_at_devices()
 
     def _look_at_devices(self) -> None:
         for group, is_overdue in self.on_devices.look():
-            error = _noticed_on_device(group, is_overdue)
+            error = self._error_on_device(group, is_overdue)
             if error is not None:
-                for deliver in _deliverers:
+                if self.deliver is not None:
                     with suppress(RuntimeError):  # the store is gone
-                        deliver(error)
-                self.on_devices.fail(error, _watched[group].report_blocked)
+                        self.deliver(error)
+                self.on_devices.fail(error, self.watched[group].report_blocked)
                 break
         self.on_devices.report_if_blocked()
 
     def _ends(self) -> bool:
-        """Whether the thread ends; not if a wait has begun in the meantime."""
+        """Whether the thread ends now, which it does not if a wait has begun in the meantime."""
         with self._lock:
-            self._is_alive = False  # first: a wait that begins from here on starts another thread
+            # Set before the check: a wait that begins after it starts another thread.
+            self._is_alive = False
             self._is_alive = bool(self._waits) or bool(self.on_devices)
             return not self._is_alive
 
+    def check_for(self, group: dist.ProcessGroup) -> _Check | None:
+        """Return the check for a group; ``None`` if no group is watched."""
+        own = self.watched.get(group)
+        return self.check_others if own is None else own.check
 
-def _tell(error: Exception) -> None:
+    def error_for(self, group: dist.ProcessGroup) -> DivergenceError | None:
+        """Return the error of a notice, or of diverged ranks, if there is one."""
+        check = self.check_for(group)
+        if check is None:
+            return None
+        try:
+            check(group)
+        except DivergenceError as error:
+            return error
+        except RuntimeError:  # the store or the group is gone: the waits fail by themselves
+            pass
+        return None
+
+    def _error_on_device(
+        self, group: dist.ProcessGroup, is_overdue: bool
+    ) -> DivergenceError | None:
+        """Return an error if this rank's streams are overdue, or another rank asks for a check."""
+        watched = self.watched.get(group)
+        if watched is None:
+            return None
+        try:
+            if is_overdue:
+                watched.ask()
+            elif not watched.is_asked():
+                return None
+        except RuntimeError:  # the store is gone
+            return None
+        return self.error_for(group)
+
+
+def _warn_of_failure(error: Exception) -> None:
     where = "".join(traceback.format_exception(error))
     with suppress(Warning):  # where warnings are errors
         warnings.warn(
@@ -361,39 +391,10 @@ def _tell(error: Exception) -> None:
         )
 
 
-def _noticed(group: dist.ProcessGroup) -> DivergenceError | None:
-    """The error of a notice, or of ranks that have diverged, if there is one."""
-    check = _check_for(group)
-    if check is None:
-        return None
-    try:
-        check(group)
-    except DivergenceError as error:
-        return error
-    except RuntimeError:  # the store or the group is gone: the waits fail by themselves
-        pass
-    return None
-
-
-def _noticed_on_device(group: dist.ProcessGroup, is_overdue: bool) -> DivergenceError | None:
-    """Error found where streams wait: this rank's are overdue, or another rank asks."""
-    watched = _watched.get(group)
-    if watched is None:
-        return None
-    try:
-        if is_overdue:
-            watched.ask()
-        elif not watched.is_asked():
-            return None
-    except RuntimeError:  # the store is gone
-        return None
-    return _noticed(group)
-
-
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Let all waits of a group fail: one that times out closes the connections to all ranks.
+    """End all waits of a group with an error, by letting a wait on every connection time out.
 
-    A rank whose own connections are closed already refuses such a wait at once, so each is tried.
+    gloo refuses the wait at once on a connection that is closed already, so each one is tried.
     """
     for distance in range(1, group.size()):
         other = (group.rank() + distance) % group.size()
@@ -403,29 +404,19 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 
 
 _watchdog = _Watchdog()
-_Check = Callable[[dist.ProcessGroup], None]
-_Deliver = Callable[[DivergenceError], None]
-_of_other_groups: list[_Check] = []
-"""The check for groups without one of their own, once there is one."""
-
-_deliverers: list[_Deliver] = []
-"""One, once there is a check."""
-
-_closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictionary()
-"""Groups whose connections are closed, with the reason: gloo has none for those who wait later."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """Duties of the watchdog for a group. Nothing here may refer to it: it would never be freed.
+    """Actions of the watchdog for a group. Must not refer to the group, which would never be freed.
 
     Attributes:
-        check: raises ``DivergenceError`` if there is a notice, or ranks have diverged; publishes
-            what this rank has issued. It is given the group.
+        check: publishes this rank's collectives; raises ``DivergenceError`` if there is a notice or
+            ranks have diverged.
         ask: asks the other ranks to check, too.
-        is_asked: whether one has asked since the last call of either.
-        report_blocked: called with an error that no wait has raised for seconds, as the host is
-            blocked by a device that stands still.
+        is_asked: whether another rank has asked since the last call of ``ask`` or ``is_asked``.
+        report_blocked: called with an error that no wait raises because the host is blocked by its
+            device.
     """
 
     check: _Check
@@ -434,40 +425,24 @@ class Watched:
     report_blocked: Callable[[DivergenceError], None]
 
 
-_watched: WeakKeyDictionary[dist.ProcessGroup, Watched] = WeakKeyDictionary()
-
-
 def enable_watchdog(
     group: dist.ProcessGroup, own: Watched, check_others: _Check, deliver: _Deliver
 ) -> None:
-    """Let waits for collectives end when there is a notice.
+    """Let a notice end the waits for a group's collectives.
 
     Args:
-        group: whose waits they are.
-        own: what is done for it.
-        check_others: its check for groups that have none of their own.
-        deliver: posts an error that is about to be raised here, unless it is of a notice, and
-            counts that as heard.
+        check_others: check for groups that have none of their own.
+        deliver: posts an error that is about to be raised, unless it comes from a notice, and
+            counts it as heard.
     """
-    _watched[group] = own
-    _of_other_groups[:] = [check_others]
-    _deliverers[:] = [deliver]
-
-
-def _check_for(group: dist.ProcessGroup) -> _Check | None:
-    own = _watched.get(group)
-    return next(iter(_of_other_groups), None) if own is None else own.check
+    _watchdog.watched[group] = own
+    _watchdog.check_others, _watchdog.deliver = check_others, deliver
 
 
 def wait_with_watchdog(
     works: Sequence[Work], group: dist.ProcessGroup, entry: Entry | None = None
 ) -> None:
     """Block until collectives of CPU tensors are complete.
-
-    Args:
-        works: the operations.
-        group: of the collectives.
-        entry: the collective, for messages.
 
     Raises:
         DivergenceError: another rank of the group has posted a notice.
@@ -482,46 +457,34 @@ def wait_with_watchdog(
     except RuntimeError as error:
         cause = _cause(error, group, peer_of(group, works, position), entry)
         if cause is not None:
-            raise cause from None  # gloo's own message is of no help
+            raise cause from None  # gloo's own message does not help
         raise
 
 
 def wait_on_device(works: Sequence[Work], group: dist.ProcessGroup, streams: SideStreams) -> None:
-    """Let the current stream wait for collectives, and watch it.
+    """Make the current stream wait for collectives, and watch the stream.
 
-    Args:
-        works: the operations.
-        group: of the collectives.
-        streams: of the device.
-
-    Raises:
-        DivergenceError: ranks have diverged, or another one has posted a notice, while this rank's
-            streams stood still.
-        RankFailedError: that notice says that a rank is gone.
+    Raises ``DivergenceError`` if a failure of any group was found since the last wait.
     """
     _watchdog.on_devices.raise_if_failed()
     for work in works:
         work.wait()
-    if group in _watched:
+    if group in _watchdog.watched:
         _watchdog.on_devices.add(group, streams.after_current())
-        _watchdog.look_after()
+        _watchdog.ensure_running()
 
 
 @contextmanager
 def watched(group: dist.ProcessGroup, kind: str, use: str, numel: int = 0) -> Iterator[None]:
-    """A block that calls one collective of torch's and waits for it, on all ranks of a group.
+    """Context for one of torch's blocking collectives, which all ranks of a group call.
 
-    The ranks compare it with what others issue instead, as they do those of units.
+    Ranks log the collective and compare it, as they do for collectives of units. Raises as
+    ``wait_with_watchdog``.
 
     Args:
-        group: of the collective.
         kind: ``"all_reduce"``, ``"broadcast"``, ...
-        use: what it is for, as users know it.
-        numel: elements, if they are the same on all ranks.
-
-    Raises:
-        DivergenceError: another rank of the group has posted a notice.
-        RankFailedError: a rank is gone, or has not come within the group's timeout.
+        use: purpose, for messages.
+        numel: elements, if equal on all ranks.
     """
     entry = record(group, kind, "", numel, use)
     try:
@@ -535,11 +498,11 @@ def watched(group: dist.ProcessGroup, kind: str, use: str, numel: int = 0) -> It
 
 
 class Interruptible:
-    """A block that waits for other ranks: a notice lets its collectives fail, with gloo's error."""
+    """Context for waits for other ranks; a notice makes them fail with an error of gloo's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._is_watched = bool(_of_other_groups)
+        self._is_watched = _watchdog.check_others is not None
 
     def __enter__(self) -> None:
         if self._is_watched:
@@ -551,23 +514,23 @@ class Interruptible:
 
 
 def notice_for(group: dist.ProcessGroup) -> DivergenceError | None:
-    """The error that another rank has posted; it is not counted as heard."""
-    check = _check_for(group)
+    """Return the error that another rank has posted, without counting it as heard."""
+    check = _watchdog.check_for(group)
     raised = None if check is None else run_with_timeout(STORE_TIMEOUT_S, partial(check, group))
     return raised if isinstance(raised, DivergenceError) else None
 
 
 def refusal_of(error: UnreachableError, group: dist.ProcessGroup, entry: Entry) -> RuntimeError:
-    """The error to raise for a collective whose messages gloo has refused to begin."""
+    """Return the error to raise for a collective that gloo refuses to start."""
     return _cause(error, group, error.peer, entry) or error
 
 
-def wait_until_settled(works: Sequence[Work], group: dist.ProcessGroup) -> None:
-    """Wait until works have completed or failed; a notice ends those that never would.
+def wait_until_finished(works: Sequence[Work], group: dist.ProcessGroup) -> None:
+    """Wait until works have completed or failed; a notice ends works that never would.
 
-    A complete gloo work must not be waited for again: it would wait for another message.
+    A completed gloo work must not be waited for again: it would wait for another message.
     """
-    # An error: the connections are closed, no more data arrives.
+    # After an error the connections are closed, so no more data arrives.
     with suppress(RuntimeError), Interruptible(group):
         for work in works:
             if not _is_complete(work):
@@ -582,25 +545,20 @@ def _is_complete(work: Work) -> bool:
 def _cause(
     error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
 ) -> DivergenceError | None:
-    """The error of another rank's notice, or one for the peer, which is then posted."""
-    known = _closed.get(group)
+    """Return the error of another rank's notice, or one for the peer, which is then delivered."""
+    known = _watchdog.closed.get(group)
     if known is not None:
-        return _once_more(known)
+        return type(known)(
+            f"{known} The process group has no connections since: start all ranks again, or make a "
+            "new group and wrap the model again."
+        )
     failure = notice_for(group)
     if failure is None:
         message = peer_failure_message(error, group, peer, entry)
         if message is None:
             return None
         failure = RankFailedError(message)
-    _closed[group] = type(failure)(str(failure))  # without the frames of its traceback
-    for deliver in _deliverers:
-        run_with_timeout(STORE_TIMEOUT_S, partial(deliver, failure))
+    _watchdog.closed[group] = type(failure)(str(failure))  # without the traceback's frames
+    if _watchdog.deliver is not None:
+        run_with_timeout(STORE_TIMEOUT_S, partial(_watchdog.deliver, failure))
     return failure
-
-
-def _once_more(known: DivergenceError) -> DivergenceError:
-    """The error for another wait after a group's connections were closed."""
-    return type(known)(
-        f"{known} The process group has no connections since: start all ranks again, or make a new "
-        "group and wrap the model again."
-    )

@@ -1,31 +1,28 @@
-"""Messages of collectives whose elements travel in fewer bits.
+"""Encode and decode messages of collectives whose elements travel in fewer bits.
 
 [Note: a message]
 
-One rank's part of a tensor, ``n`` elements in blocks of ``b``, as bytes::
+One rank's part of a tensor, ``n`` elements in blocks of ``b``, is encoded to these bytes::
 
     int8, int4, float8   | flag | scale of block 0 | scale of block 1 | ... | codes |
     bfloat16             | n elements |
 
-with padding behind each of these, so that all but the scales after the first begin at multiples of
-16 bytes.
+Padding aligns the first scale, the codes and the end to 16 bytes.
 
-An element is its code times the scale of its block; the scale is the largest absolute value of the
-block over the largest code. What a code cannot say:
+An element is its code times the scale of its block. The scale is the largest absolute value of the
+block divided by the largest code. Special values:
 
-- A block with a NaN or an infinity has that as its scale, and all of it arrives as NaN (what lies
-  beside an infinity has the code 0).
-- ``NO_VALUE`` (-0.0) has the smallest code of an integer format, if the flag says that there are
-  such.
+- A block that contains a NaN or an infinity has that value as its scale, and arrives as NaN.
+- ``NO_VALUE`` (-0.0) has the smallest code of an integer format, if the flag is set.
 
-Two codes of int4 share a byte: those of a block's first half are its lower bits, those of the
-second half its upper ones.
+Two codes of int4 share a byte: the first half of a block is in the lower bits, the second half in
+the upper bits.
 
-All ranks decode the same bytes, their own among them, so what they gather is bitwise equal. Codes
-of gathers are rounded to the nearest, those of reductions at random if asked for (unbiased), and
-sums are taken in fp32 after decoding. What a rank sums itself of its own gradient is never encoded.
+All ranks decode the same bytes, including those they sent, so they gather bitwise equal values.
+All-gathers round to nearest. Reductions round stochastically (unbiased) on request, sum in fp32
+after decoding, and never encode a rank's own part.
 
-Source: blockwise quantisation of collectives as in ZeRO++ (arXiv:2306.10209) and QSDP
+Source: blockwise quantization of collectives as in ZeRO++ (arXiv:2306.10209) and QSDP
 (arXiv:2302.02390).
 """
 
@@ -49,16 +46,13 @@ _CODES = {
 def encode(
     values: torch.Tensor, num_parts: int, wire: WireFormat, may_lack: bool = False
 ) -> torch.Tensor:
-    """Messages of the parts of a tensor, one behind the other.
+    """Encode the parts of a tensor; the messages follow each other in the result.
 
     Args:
-        values: ``(num_parts * n,)``, floating-point.
-        num_parts: equally large parts.
-        wire: their format.
-        may_lack: whether elements may be ``NO_VALUE``, which is to arrive.
-
-    Returns:
-        Bytes ``(num_parts * wire.num_bytes(n),)``.
+        values: ``(num_parts * n,)``, floating-point; the result is ``(num_parts *
+            wire.num_bytes(n),)``.
+        num_parts: number of parts of equal size.
+        may_lack: whether elements may be ``NO_VALUE``, which must arrive as such.
     """
     parts = values.detach().view(num_parts, -1)
     sent = _new_messages(parts, wire)
@@ -69,15 +63,7 @@ def encode(
 def encode_for_others(
     values: torch.Tensor, num_parts: int, own: int, wire: WireFormat, may_lack: bool
 ) -> torch.Tensor:
-    """Encode all parts but one, whose bytes are left as they are.
-
-    Args:
-        values: see ``encode``.
-        num_parts: see ``encode``.
-        own: the part whose message is not sent.
-        wire: see ``encode``.
-        may_lack: see ``encode``.
-    """
+    """Encode all parts except ``own``, whose bytes stay uninitialized; see ``encode``."""
     parts = values.detach().view(num_parts, -1)
     sent = _new_messages(parts, wire)
     for some in (slice(0, own), slice(own + 1, num_parts)):
@@ -87,7 +73,7 @@ def encode_for_others(
 
 
 def decode(output: torch.Tensor, received: torch.Tensor, num_parts: int, wire: WireFormat) -> None:
-    """Write the elements of ``num_parts`` messages into ``output`` ``(num_parts * n,)``."""
+    """Write the elements of ``num_parts`` messages to ``output`` ``(num_parts * n,)``."""
     parts = output.data.view(num_parts, -1)
     codes, scales = _views(received.view(num_parts, -1), parts.shape[1], wire)
     if not wire.has_scales:
@@ -101,14 +87,13 @@ def decode(output: torch.Tensor, received: torch.Tensor, num_parts: int, wire: W
 def add_decoded(
     output: torch.Tensor, messages: Sequence[torch.Tensor], wire: WireFormat, divisor: float
 ) -> None:
-    """Add what messages hold to ``output`` ``(n,)``, in their order, and divide the sum.
+    """Add decoded messages to ``output`` ``(n,)`` in order, and divide the sum.
 
     Args:
         output: holds this rank's own part; the sum is taken in fp32, whatever its dtype.
-        messages: of ``n`` elements, from the other ranks: each tensor holds one or, as
-            ``(m, bytes)``, several, which are added at once. Without any, ``output`` stays.
-        wire: their format.
-        divisor: of the sum.
+        messages: messages of other ranks. A tensor is one message or, as ``(m, bytes)``, several
+            that are added at once. Without messages, ``output`` is unchanged.
+        divisor: divides the sum.
     """
     flat = output.data.view(1, -1)
     total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)
@@ -135,10 +120,7 @@ def _new_messages(parts: torch.Tensor, wire: WireFormat) -> torch.Tensor:
 def _views(
     messages: torch.Tensor, numel: int, wire: WireFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``(m, c)`` of messages ``(m, bytes)`` of ``numel`` elements, and what is before them.
-
-    That is the header and scales, ``(m, s)``.
-    """
+    """Codes ``(m, c)`` and header with scales ``(m, s)`` of messages ``(m, bytes)``."""
     begin = wire.codes_begin(numel)
     code = _CODES[wire.name]
     end = begin + wire.num_codes(numel) * code.itemsize
@@ -153,8 +135,8 @@ def _tiles(
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Views of the same blocks of elements ``(m, n)``, codes ``(m, c)`` and scales ``(m, s)``.
 
-    They come tile by tile: ``(..., blocks, block)``, those of scales ``(..., blocks, 1)``. A last,
-    smaller block has tiles of its own. Where elements have one row and others more, a tile has all
+    Each tile's views are ``(..., blocks, block)``, those of scales ``(..., blocks, 1)``. A smaller
+    last block has tiles of its own. If elements have one row and codes several, a tile spans all
     rows.
     """
     numel, block = elements[0].shape[1], wire.block_numel
@@ -178,9 +160,9 @@ def _tiles(
 
 
 def _cut(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """A view ``(m, blocks, width)`` in pieces of at most ``most`` blocks, of one row or whole rows.
+    """Split a view ``(m, blocks, width)`` into tiles of at most ``most`` blocks.
 
-    Those of one row are ``(blocks, width)``.
+    A tile is part of one row, ``(blocks, width)``, or consists of whole rows.
     """
     for rows in view.split(max(1, most // view.shape[1])):
         if len(rows) > 1:
@@ -190,7 +172,7 @@ def _cut(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 
 
 def _cut_all_rows(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Cut a view into pieces of at most ``most`` blocks of every row."""
+    """Split a view into tiles of at most ``most`` blocks of every row."""
     for piece in view.split(most, 1):
         yield piece if len(piece) > 1 else piece[0]
 
@@ -198,7 +180,7 @@ def _cut_all_rows(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 def _encode_rows(
     parts: torch.Tensor, messages: torch.Tensor, wire: WireFormat, may_lack: bool
 ) -> None:
-    """Write the messages of some parts."""
+    """Write one message per row of ``parts``."""
     codes, scales = _views(messages, parts.shape[1], wire)
     if not wire.has_scales:
         codes.copy_(parts)
@@ -209,7 +191,7 @@ def _encode_rows(
 
 
 def _may_lack(scales: torch.Tensor, wire: WireFormat) -> bool:
-    """Whether codes may say ``NO_VALUE``; a device's host does not wait to know."""
+    """Whether codes may stand for ``NO_VALUE``; always on a device, whose host must not wait."""
     if not wire.is_integer:
         return False
     return streams.host_runs_ahead(scales.device) or bool((scales[:, 0] != 0).any())

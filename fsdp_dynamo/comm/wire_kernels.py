@@ -1,10 +1,10 @@
-"""Arithmetic of messages in fewer bits, on tiles of some blocks.
+"""Arithmetic of encoded messages, on tiles of several blocks.
 
-On a CPU a tile and what is computed of it stay in the cache, so that all the passes over it cost
-one over memory. ``compile_kernels`` lets a backend make one pass of them; on a device, where each
-launch takes the host longer than the device, tiles are then as large as a unit.
+On a CPU a tile stays in the cache, so that its many passes cost one pass over memory. On a device
+each launch costs the host more than the device, so a tile is as large as a unit there.
+``compile_kernels`` fuses the passes.
 
-A tile's elements and codes are ``(..., blocks, block)``, its scales ``(..., blocks, 1)``.
+Elements and codes of a tile are ``(..., blocks, block)``, scales ``(..., blocks, 1)``.
 """
 
 from __future__ import annotations
@@ -24,36 +24,35 @@ from graph_passes.markers import NO_VALUE, is_no_value
 from graph_passes.wire_format import WireFormat
 
 _LACKS = {torch.int8: -128, torch.uint8: -8}
-"""The code of ``NO_VALUE``, by the dtype in which codes travel: two of int4 are one of uint8."""
+"""Code of ``NO_VALUE`` by the dtype of codes; uint8 holds two codes of int4."""
 _SMALLEST_SCALE = 1e-35
-"""Below it, a block arrives as zeros: the inverse of a scale must be a number."""
+"""Blocks below it arrive as zeros, since the inverse of a scale must be finite."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "float8": 448.0}
 _LARGEST_BEFORE_NOISE = {"int8": 126.999, "int4": 6.999}
-"""With noise below 1 added, codes are 127 or 7 at most."""
+"""With noise below 1 added and rounded down, codes are at most 127 and 7."""
 _SMALLEST_COMPILED = 1 << 14
-"""Elements of a tile for which a compiled kernel is called: its guards take as long as less do."""
+"""Tiles with fewer elements run uncompiled: evaluating the guards would take as long."""
 
 _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def tile_numel(device: torch.device) -> int:
-    """Elements of a tile, at most; where there is Triton, kernels are compiled from then on."""
+    """Largest number of elements of a tile; compiles the kernels on CUDA if Triton is installed."""
     if not streams.host_runs_ahead(device):
         return 1 << 20 if _compiled else 1 << 18
     if not _compiled and device.type == "cuda" and find_spec("triton") is not None:
         compile_kernels("inductor")  # in eager mode, too: one by one they cost more than is saved
-    # One kernel makes one pass, whatever its tile; without it, each operator has a tensor of one.
+    # A compiled kernel needs no intermediate tensors, so its tile may be large.
     return 1 << 28 if _compiled else 1 << 22
 
 
 def compile_kernels(backend: str | Callable[..., Any]) -> None:
-    """Compile the kernels at their first large tiles; those of a process have one backend.
+    """Compile the kernels with a backend of ``torch.compile``, at their first large tile.
 
-    Args:
-        backend: of ``torch.compile``.
+    The first call in a process decides the backend.
     """
     for kernel in () if _compiled else _KERNELS:
-        # Not ``fullgraph``, with which a kernel that has met many dtypes and formats would raise.
+        # Without ``fullgraph``, which raises at the recompile limit (many dtypes and formats).
         _compiled[kernel] = torch.compile(kernel, backend=backend)
 
 
@@ -63,14 +62,14 @@ def are_compiled() -> bool:
 
 
 def _run(kernel: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a kernel, the compiled one where that is worth its guards."""
+    """Run a kernel; compiled, if the tile is large enough."""
     if arguments[0].numel() < _SMALLEST_COMPILED or kernel not in _compiled:
         return kernel(*arguments)
-    # ``data``: no views, whose bases would be guarded.
+    # ``data`` drops the views' bases, which Dynamo would guard.
     given = [one.data if isinstance(one, torch.Tensor) else one for one in arguments]
     for one in given:
         if isinstance(one, torch.Tensor):
-            # Code for a block's width is far better; but one code serves all numbers of blocks.
+            # Specialize on the block's width, which is faster, but not on the number of blocks.
             torch._dynamo.mark_dynamic(one, list(range(one.ndim - 1)))
     return _compiled[kernel](*given)
 
@@ -97,7 +96,7 @@ def encode(
 
 @torch.no_grad()
 def decode(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, may_lack: bool) -> None:
-    """Write the elements of a tile into ``output``."""
+    """Write the elements of a tile to ``output``."""
     lack = _LACKS[codes.dtype] if may_lack else None
     _run(_decode, output, _single(codes, output.shape), scales, lack)
 
@@ -110,14 +109,14 @@ def add(
     may_lack: bool,
     divisor: float,
 ) -> None:
-    """Add the elements of a tile, or of one from each of some messages, and divide the sum.
+    """Add the elements of one or several tiles to ``total``, and divide the sum.
 
     Args:
         total: ``(blocks, block)``.
-        codes: of its shape, or ``(messages, ...)``.
-        scales: see above; ``None`` if codes are elements.
-        may_lack: whether codes may say ``NO_VALUE``.
-        divisor: of the sum.
+        codes: shaped as ``total``, or ``(messages, ...)``.
+        scales: ``None`` if codes are elements.
+        may_lack: whether codes may stand for ``NO_VALUE``.
+        divisor: divides the sum.
     """
     shape = total.shape if codes.ndim == total.ndim else (len(codes), *total.shape)
     lack = _LACKS[codes.dtype] if may_lack else None
@@ -125,7 +124,7 @@ def add(
 
 
 def _single(codes: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Codes one by one, in the shape of their elements."""
+    """Codes one by one (int4 unpacked), in the shape of their elements."""
     if codes.dtype != torch.uint8:
         return codes
     single = codes.new_empty(shape, dtype=torch.int8)
@@ -137,7 +136,7 @@ def _single(codes: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _bounds(values: torch.Tensor, largest: float) -> torch.Tensor:
-    """The largest absolute value of each block."""
+    """Largest absolute value of each block."""
     return values.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_SCALE * largest)
 
 
@@ -190,7 +189,7 @@ def _add(
     terms = codes if scales is None else codes.to(total.dtype).mul_(scales)
     if lack is not None:
         terms = terms.masked_fill_(codes == lack, NO_VALUE)
-    if terms.ndim > total.ndim:  # torch's sum of values that are not there is 0.0
+    if terms.ndim > total.ndim:  # a sum of nothing but NO_VALUE (-0.0) would be 0.0
         is_missing = is_no_value(terms).all(0)
         terms = terms.sum(0, dtype=total.dtype).masked_fill_(is_missing, NO_VALUE)
     total.add_(terms)
@@ -217,15 +216,14 @@ _KERNELS = (_encode, _encode_with_noise, _decode, _add, _pack, _unpack)
 # -- noise ---------------------------------------------------------------------------------------
 
 _offsets = random.Random(0)
-"""Where each tile's run of ``_numbers`` begins; another sequence on each rank."""
+"""Offsets of the tiles' noise in ``_numbers``; the sequence differs between ranks."""
 
 
 def begin_noise() -> None:
-    """Begin the noise of formats that round at random anew, for a model that has been wrapped.
+    """Restart the noise of stochastic rounding, when a model is wrapped.
 
-    It follows from the state of ``torch``'s random numbers on the CPU, which stays as it is, and
-    from the rank; so a seed set before the model is made repeats a run, whatever ran before it in
-    the process.
+    It is seeded from torch's CPU generator, which stays unchanged, and the rank. So a seed set
+    before the model is wrapped makes runs reproducible, whatever ran before in the process.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     _offsets.seed(bytes(torch.get_rng_state().tolist()) + str(rank).encode())
@@ -233,7 +231,7 @@ def begin_noise() -> None:
 
 @contextmanager
 def noise_unchanged() -> Iterator[None]:
-    """Draw noise inside, for a measurement, and go on after it as if none had been drawn."""
+    """Restore the noise generator afterwards, for measurements."""
     state = _offsets.getstate()
     try:
         yield
@@ -242,10 +240,10 @@ def noise_unchanged() -> Iterator[None]:
 
 
 def _noise_like(values: torch.Tensor) -> torch.Tensor:
-    """Numbers in (0, 1), all equally often, for a tile: in its shape.
+    """Uniform noise in (0, 1) for a tile, in its shape.
 
-    Drawing a number for each element would cost more than all else. A tile larger than the run that
-    there is of them on a device gets that, in one dimension, which is to be repeated.
+    It is a slice of a fixed table, since generating it would cost more than all the rest. A tile
+    larger than the table of a device gets a 1-D slice, to be repeated.
     """
     device = values.device
     if not streams.host_runs_ahead(device):
@@ -260,12 +258,12 @@ def _noise_like(values: torch.Tensor) -> torch.Tensor:
 
 _DEVICE_RUN = 1 << 22
 _ALIGNED = 4
-"""Elements of fp32: a run that begins elsewhere would be copied before a kernel reads it."""
+"""fp32 elements: a slice with another offset would be copied before a kernel reads it."""
 
 
 @cache
 def _numbers(device: torch.device, most: int) -> torch.Tensor:
-    """Numbers of which each tile takes a run ``(2 * most,)``."""
+    """Table ``(2 * most,)`` of noise."""
     generator = torch.Generator(device).manual_seed(0)
     order = torch.randperm(2 * most, generator=generator, device=device)
     return order.to(torch.float32).add_(0.5).div_(2 * most)

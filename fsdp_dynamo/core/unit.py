@@ -20,12 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import events
 from fsdp_dynamo.api import (
-    BackwardPrefetch,
-    CollectivePrecision,
-    CPUOffload,
-    MixedPrecision,
     ShardingStrategy,
     StateDictSettings,
+    UnitArguments,
 )
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.in_flight import InFlight
@@ -40,31 +37,27 @@ from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.wire_format import WireFormat
 
 
-@dataclass(frozen=True)
-class UnitConfig:
-    """Arguments of a wrapper call; all units of an auto-wrap share one object.
+@dataclass(frozen=True, kw_only=True)
+class UnitConfig(UnitArguments):
+    """Configuration of a unit: the arguments that it keeps, and what follows from the others.
+
+    ``sharding_strategy`` is the strategy in force.
 
     Attributes:
-        offload: keep shards in host memory: ``cpu_offload``, unless the CPU is the device.
-        limit_all_gathers: recorded only; nothing depends on it.
-        full_precision_in_eval: ignore ``precision`` in evaluation.
-        state_dict_settings: settings of state dicts until the user sets others.
-        mesh: mesh of the parameters' DTensors; ``None``: make one.
-        collective_precision: wire formats; ``None``: uncompressed.
+        offload: whether shards are kept in host memory while another device computes.
+        full_precision_in_eval: whether evaluation ignores ``mixed_precision``.
+        mesh: mesh of the DTensors; ``None``: one is made.
     """
 
     groups: Groups
-    strategy: ShardingStrategy
-    precision: MixedPrecision | None
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool | None
     offload: bool
-    cpu_offload: CPUOffload
-    limit_all_gathers: bool
     full_precision_in_eval: bool
-    state_dict_settings: StateDictSettings
     mesh: DeviceMesh | None
-    collective_precision: CollectivePrecision | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the unit is sharded over several ranks."""
+        return self.sharding_strategy is not ShardingStrategy.NO_SHARD
 
 
 def refuse_formats(units: Iterable[Unit], kind: str, where: str) -> None:
@@ -123,7 +116,7 @@ class Unit:
         self._is_unsharded_by_hand = False
         self.is_summoned = False
         self.may_call_operators: bool | None = None
-        self.state_dict_settings = config.state_dict_settings
+        self.state_dict_settings = StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[InFlight] = []
         self._readers: list[Any] = []  # streams that have waited for these gathers
@@ -168,7 +161,7 @@ class Unit:
     @property
     def wants_full_precision(self) -> bool:
         """Whether its forward runs in full precision: it evaluates, and the user asked for that."""
-        precision = self.config.precision
+        precision = self.config.mixed_precision
         if not self.config.full_precision_in_eval or self.modules[0].training or precision is None:
             return False
         return (precision.param_dtype or precision.reduce_dtype) is not None
@@ -176,7 +169,7 @@ class Unit:
     @property
     def output_dtype(self) -> torch.dtype | None:
         """Current dtype to which floating-point outputs are cast; ``None``: no cast."""
-        precision = self.config.precision
+        precision = self.config.mixed_precision
         return None if precision is None or self.wants_full_precision else precision.output_dtype
 
     @property
@@ -227,11 +220,11 @@ class Unit:
         if streams is None:
             self._issue_gathers(phase)
             return
-        # Resharded storage is only retired, not freed yet: the values are still there.
+        # Resharded storage is freed later: its values are still there.
         retired = [storage for flat in self.flats for storage in flat.storages_to_free()]
         if retired and before != self._gathered_versions:
-            streams.settle()  # frees the storage: it holds outdated values
-        elif retired and streams.take_back(retired):
+            streams.free_pending()  # frees the storage: it holds outdated values
+        elif retired and streams.cancel_free(retired):
             events.instant(self.fqn, "unshard", phase, sum(one.nbytes() for one in retired))
             self.drop_kept_shards()
             return
@@ -364,7 +357,7 @@ class Unit:
         settings = self.settings
         reshards = settings.reshards_after_forward
         if reshards is None:  # microbatches of a pipeline share one unshard
-            strategy = self.config.strategy
+            strategy = self.config.sharding_strategy
             reshards = strategy.reshards_after_forward or strategy is ShardingStrategy.NO_SHARD
         return self._is_unsharded_by_hand or not reshards or not settings.reshards_after_backward
 
@@ -411,8 +404,8 @@ class Unit:
         if streams is not None:
             streams.join(self._readers)
             # Earlier units are enqueued completely: gathers issued from now on may reuse the
-            # storage that these have retired.
-            streams.settle()
+            # storage that these have given up.
+            streams.free_pending()
 
     def _wait_gathers(self) -> None:
         for in_flight in self._gathers:
@@ -423,7 +416,7 @@ class Unit:
         """Make later gathers wait for all work enqueued so far; nothing on CPUs."""
         streams = self._side_streams()
         if streams is not None:
-            streams.settle()
+            streams.free_pending()
 
     def reshard(self, phase: events.Phase) -> None:
         """Free the unsharded buffers."""
@@ -451,9 +444,9 @@ class Unit:
             for storage in storages:
                 storage.resize_(0)
             return
-        streams.retire(storages, self._readers)
+        streams.free_later(storages, self._readers)
         if self.machine.state is UnitState.IDLE:  # outside of its own forward and backward
-            streams.settle()
+            streams.free_pending()
 
     def end_backward(self) -> None:
         """Reshard after the backward, or stay unsharded for the next forward."""

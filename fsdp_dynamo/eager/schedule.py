@@ -228,7 +228,7 @@ class Root:
             return unit.settings.reshards_after_forward
         if not torch.is_grad_enabled():
             return True
-        return unit.config.strategy.reshards_after_forward and not outermost
+        return unit.config.sharding_strategy.reshards_after_forward and not outermost
 
     def _prefetch_forward(self, unit: Unit) -> None:
         """Issue the all-gathers that the user chose, or that of the next unit in the last step."""

@@ -68,7 +68,7 @@ def send_from_host(
     if streams is None:
         issue(outputs, [to_device(shard, device, dtype) for shard in shards])
         return outputs
-    streams.settle()  # the outputs' memory was the computing stream's
+    streams.free_pending()  # the outputs' memory was the computing stream's
     with streams.gathering():
         sent = [to_device(shard, device, dtype) for shard in shards]
         issue(outputs, sent)
@@ -81,7 +81,7 @@ def free_sent(output: torch.Tensor) -> None:
     """Free the copy that an all-gather has sent; the current stream has waited for that."""
     staged = _staged.pop(output.data_ptr(), None)
     if staged is not None:
-        staged[0].settle()  # its memory is the next copy's
+        staged[0].free_pending()  # its memory is the next copy's
 
 
 def start_to_device(shard: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -90,7 +90,7 @@ def start_to_device(shard: torch.Tensor, device: str, dtype: torch.dtype) -> tor
     if streams is None:
         return to_device(shard, device, dtype)
     output = torch.empty(shard.shape, dtype=dtype, device=device)
-    streams.settle()  # its memory was the computing stream's
+    streams.free_pending()  # its memory was the computing stream's
     with streams.gathering():
         output.copy_(
             to_device(shard, device, shard.dtype) if dtype != shard.dtype else shard,

@@ -70,7 +70,7 @@ def _launch(
     if streams is None or not any(plan is not None and plan.widths for plan in plans):
         issued = issue(outputs, inputs, group, noted, units, wires, plans)
     elif labels[0].kind == "all_gather":
-        streams.settle()  # the outputs' memory was the computing stream's
+        streams.free_pending()  # the outputs' memory was the computing stream's
         with streams.gathering():
             issued = issue(outputs, inputs, group, noted, units, wires, plans)
             pairs = zip(issued, inputs, strict=True)

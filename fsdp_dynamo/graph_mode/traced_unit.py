@@ -72,7 +72,9 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
     unit = module._fsdp_unit
     reshards = unit.settings.reshards_after_forward
     if reshards is None:
-        reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
+        reshards = (
+            unit.config.sharding_strategy.reshards_after_forward and not module._fsdp_is_outermost()
+        )
     device = "" if unit.device is None else str(unit.device)
     input_dtype, output_dtype = _name(module._fsdp_input_dtype), _name(unit.output_dtype)
     return TracedUnit(

@@ -1,4 +1,4 @@
-"""Ranks that compare their graphs, options and collectives through the store; flight records.
+"""Comparison of graphs, options and collectives between ranks through the store; flight records.
 
 Imports: ``comm``.
 """

@@ -1,8 +1,8 @@
 """Comparison of the order of collectives between ranks that wait for each other.
 
 In normal operation nothing is exchanged. A rank that waits for longer than a second writes its last
-collectives into the store and reads those of some others: ranks have diverged at the first number
-under which two of them issued different collectives.
+collectives to the store and reads those of several other ranks. Ranks have diverged at the first
+number under which two of them issued different collectives.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ _CAUSE = (
 )
 
 _MAX_EXCHANGED = 128
-"""Collectives that ranks exchange."""
+"""Number of collectives that ranks exchange."""
 
 _turns: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """Number of comparisons that this rank has made, by group."""
 
 
 def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str | None:
-    """Publish this rank's collectives of a group; returns an error message if another's differ.
+    """Publish this rank's collectives of a group; return an error message if another rank's differ.
 
     Args:
-        group: of the collectives.
-        store: of the group's ranks.
-        name: tells groups of the same ranks apart; the same on all ranks.
+        name: distinguishes groups of the same ranks; equal on all ranks.
     """
     own = recent(group, _MAX_EXCHANGED)
     ranks = dist.get_process_group_ranks(group)
@@ -51,12 +49,11 @@ def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str 
 
 
 def issued_by(store: Any, name: str, rank: int) -> list[Entry]:
-    """The last collectives of a group that a rank has published, oldest first; perhaps none.
+    """Return the last collectives of a group that a rank has published, oldest first.
 
     Args:
-        store: of the group's ranks.
-        name: the group's, see ``find_order_mismatch``.
-        rank: the global one.
+        name: name of the group, see ``find_order_mismatch``.
+        rank: global rank.
     """
     key = f"order/{name}/{rank}"
     if not store.check([key]):
@@ -65,11 +62,11 @@ def issued_by(store: Any, name: str, rank: int) -> list[Entry]:
 
 
 def _compared_with(ranks: Sequence[int], position: int, turn: int) -> list[int]:
-    """The neighbours of a rank, and those at a distance of 2, 4, 8, ..., another one each time.
+    """Return a rank's neighbors, and peers at a distance of 2, 4, 8, ..., one distance per turn.
 
-    Neighbours suffice if all ranks wait: whichever ranks issued something else, one of them stands
-    beside one that did not, and tells all others. The distances bridge those that do not wait. If
-    all compared with all, what they read would grow with the square of their number.
+    Neighbors suffice if all ranks wait: where ranks differ, two neighbors differ, and these tell
+    all ranks. The larger distances skip ranks that do not wait. Comparing all with all would make
+    the traffic grow with the square of the number of ranks.
     """
     size = len(ranks)
     num_distances = max(1, (size - 1).bit_length() - 1)
@@ -88,7 +85,7 @@ def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[En
 
 
 def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
-    """Error message, alike on both ranks: the lower rank's collective is the expected one."""
+    """Error message, equal on both ranks: the lower rank's collective is the expected one."""
     (first, expected), (second, got) = sorted([(rank, mine), (other, theirs)])
     return with_section(
         f"step {expected.step}, {expected.subject}: expected rank {second} to issue what rank "

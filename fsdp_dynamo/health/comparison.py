@@ -1,4 +1,4 @@
-"""Values that must be the same on all ranks: comparison, and decisions by the first rank."""
+"""Values that must be equal on all ranks: comparison, and decisions by the first rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_SHOWN = 60
 
 
 _END = object()
-"""Stands behind the end of the shorter of two sequences."""
+"""Fill value behind the end of the shorter of two sequences."""
 
 
 def require_same(
@@ -39,14 +39,13 @@ def require_same(
     """Return if all ranks of a group give the same text; every rank must call it.
 
     Args:
-        group: the ranks.
-        name: of the text, for messages.
-        text: this rank's.
-        fix: for ranks that differ.
+        name: name of the text, for messages.
+        text: this rank's text.
+        fix: advice for ranks that differ.
 
     Raises:
-        DivergenceError: on every rank, naming the ranks whose text differs from the first rank's,
-            or those that have not come.
+        DivergenceError: on every rank; names the ranks whose text differs from the first rank's, or
+            that have not come.
     """
     store = shared_store(group)
     if store is None:
@@ -58,12 +57,12 @@ def require_same(
 
 
 def difference(name: str, texts: Mapping[int, str], fix: str) -> str | None:
-    """The error message for texts that differ between ranks; ``None`` if they are all the same.
+    """Error message for texts that differ between ranks; ``None`` if all are equal.
 
     Args:
-        name: of the texts.
-        texts: by rank.
-        fix: for ranks that differ.
+        name: name of the texts.
+        texts: texts by rank.
+        fix: advice for ranks that differ.
     """
     ranks = list(texts)
     differing = [rank for rank in ranks[1:] if texts[rank] != texts[ranks[0]]]
@@ -77,22 +76,22 @@ def difference(name: str, texts: Mapping[int, str], fix: str) -> str | None:
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
-    """The first position at which two sequences differ, or one has ended; ``None``: they do not."""
+    """First position at which two sequences differ or one has ended; ``None`` if they are equal."""
     pairs = enumerate(zip_longest(one, other, fillvalue=_END))
     return next((i for i, (a, b) in pairs if a != b), None)
 
 
 def share_from_first(group: dist.ProcessGroup, name: str, make: Callable[[], str]) -> str:
-    """The text that the first rank of a group makes, on every rank; every rank must call it.
+    """Return the text that the first rank of a group makes; every rank must call it.
 
     Args:
-        group: the ranks. Without a shared store, each rank makes its own text.
-        name: of the text, for messages.
-        make: called on the first rank only. The others wait for as long as it takes.
+        group: without a shared store, each rank makes its own text.
+        name: name of the text, for messages.
+        make: called on the first rank only; the other ranks wait for as long as it takes.
 
     Raises:
-        DivergenceError: the first rank has not come, or ``make`` raised there. On the first rank,
-            the error that ``make`` raised.
+        DivergenceError: the first rank has not come, or ``make`` raised there. The first rank
+            raises the error of ``make`` itself.
     """
     store = shared_store(group)
     if store is None:
@@ -115,18 +114,18 @@ def share_from_first(group: dist.ProcessGroup, name: str, make: Callable[[], str
 
 
 def awaited(name: str) -> Awaited:
-    """A text of each rank, for messages."""
+    """Describe a text that each rank gives, for messages."""
     return Awaited(name, lambda ranks: f"the {name} of rank(s) {listed(ranks)}")
 
 
 def _excerpts(one: str, other: str) -> tuple[str, str]:
-    """Both texts from shortly before their first difference, cut to a readable length."""
+    """Cut both texts to a readable length around their first difference."""
     begin = max(0, (first_difference(one, other) or 0) - _MAX_SHOWN // 3)
     return one[begin : begin + _MAX_SHOWN], other[begin : begin + _MAX_SHOWN]
 
 
 # -- exchange --------------------------------------------------------------------------------------
-# Waits for texts of other ranks in the store, with a timeout, and small values of all ranks.
+# Waits for texts of other ranks in the store, with a timeout.
 
 
 _POLL_S = (0.005, 0.2)  # at first, and at most
@@ -135,15 +134,15 @@ _timeout_s: float | None = None
 
 
 def set_agreement_timeout(seconds: float | None) -> None:
-    """Limit how long a rank waits for others that do not compile (default: no shorter limit).
+    """Limit how long a rank waits for ranks that do not compile.
 
-    It waits before it first runs a new graph, and for decisions that one rank makes for all. After
-    10 s it warns, and names who is late. It raises when a rank it waits for has failed, is gone or
-    runs something else, and in any case after the process group's own timeout. A limit here ends
-    the wait earlier, or later; time in which a rank of the group compiles is not counted.
+    Ranks wait before they first run a new graph, and for decisions that one rank makes for all.
+    After 10 s the waiting rank warns, and names who is late. It raises if a rank that it waits for
+    has failed, is gone or runs something else; after ``seconds`` in which no missing rank compiled;
+    and in any case after the longer of ``seconds`` and the process group's timeout.
 
     Args:
-        seconds: more than 0; ``None``: the process group's timeout, but 10 s at least.
+        seconds: more than 0; ``None``: the process group's timeout, but at least 10 s.
 
     Raises:
         FSDPValueError: neither ``None`` nor a number above 0.
@@ -155,7 +154,7 @@ def set_agreement_timeout(seconds: float | None) -> None:
 
 
 def checked_seconds(seconds: object, where: str, fix: str) -> float:
-    """A number of seconds that a user has given.
+    """Return a user's number of seconds as a float.
 
     Raises:
         FSDPValueError: not a number above 0.
@@ -172,14 +171,14 @@ def maximum_over(
 ) -> list[int]:
     """Each value's maximum over all ranks that groups connect; every rank must call it.
 
-    What is known is carried from group to group: over the shard and the replicate group of a mesh
-    it reaches every rank.
+    Each group continues with the previous group's result. So over the shard and the replicate group
+    of a mesh the maximum reaches every rank.
 
     Args:
-        groups: this rank's, in the same order on all ranks.
-        values: integers, as many on all ranks.
-        device: one of the groups', used by those that do not serve the CPU.
-        what: they are, for messages.
+        groups: this rank's groups, in the same order on all ranks.
+        values: equally many on all ranks.
+        device: used by groups that do not serve the CPU.
+        what: what the values are, for messages.
     """
     for group in groups:
         tensor = torch.tensor(values, device=exchange_device(group, device))
@@ -197,15 +196,14 @@ def wait_for_texts(
     awaited: Awaited,
     each_time: Callable[[], object] | None = None,
 ) -> dict[int, str]:
-    """Texts of ranks, by rank, from ``key/rank``.
+    """Wait until ranks have set ``key/rank``; return their texts by rank.
 
     Args:
         group: its timeout bounds the wait in any case.
         store: the group's, from ``shared_store``.
-        key: of this exchange.
-        ranks: global ranks that set their text.
-        awaited: what they set, for messages.
-        each_time: called whenever this rank has looked for them.
+        ranks: global ranks.
+        awaited: description for messages.
+        each_time: called after every look into the store.
 
     Raises:
         DivergenceError: on all ranks that wait: a rank has failed, is gone, runs something else, or
@@ -226,12 +224,12 @@ def wait_for_keys(
     each_time: Callable[[], object] | None = None,
     shows_life: Callable[[], bool] | None = None,
 ) -> None:
-    """Wait until ranks have set a key each; otherwise as ``wait_for_texts``.
+    """Wait until ranks have set a key each; see ``wait_for_texts``.
 
     Args:
-        keys: by rank.
-        shows_life: whether the ranks that have not come have shown meanwhile that they wait
-            themselves: then they are not late.
+        keys: keys by rank.
+        shows_life: whether the missing ranks have shown since the last call that they wait
+            themselves, and so are not late.
     """
     try:
         with LateRanks(group, store, keys, awaited, _timeout_s, shows_life) as late:
@@ -255,30 +253,28 @@ def _poll(late: LateRanks, each_time: Callable[[], object] | None) -> None:
 
 
 # -- gathering -------------------------------------------------------------------------------------
-# Gathering of texts from all ranks of a group, at a cost that grows with their number.
+# Gathering of texts from all ranks of a group, at a cost linear in their number.
 #
-# If each rank read what all others give, operations and bytes would grow with the square of it:
-# 512 ranks with a fingerprint of 20 kB would read 5 GB from the process that serves the store. So
-# the rank that comes first reads for all, and publishes what it has read::
+# If each rank read all texts, 512 ranks with a fingerprint of 20 kB would read 5 GB from the
+# process that serves the store. So the rank that comes first reads for all::
 #
 #     each rank   gives its text                                              N texts
 #     the first   reads all of them, tells which ranks are late, publishes    N texts
 #     the others  read what it has published: each distinct text once         N times one text
 #
-# Texts that are to be the same are compared by their digests first.
+# Digests are compared first: equal texts are never transferred.
 
 
 def exchange_texts(
     group: dist.ProcessGroup, store: Any, purpose: str, text: str, awaited: Awaited
 ) -> dict[int, str]:
-    """Every rank's text, by rank; every rank must call it.
+    """Return every rank's text by rank; every rank must call it.
 
     Args:
-        group: the ranks.
         store: the group's, from ``shared_store``.
         purpose: keeps exchanges apart.
-        text: this rank's.
-        awaited: what ranks give, for messages.
+        text: this rank's text.
+        awaited: description for messages.
 
     Raises:
         DivergenceError: ranks that are not busy have not come within the timeout, or a rank has
@@ -296,10 +292,10 @@ def exchange_texts(
 def texts_over(
     groups: Sequence[dist.ProcessGroup], purpose: str, text: str, awaited: Awaited
 ) -> dict[int, str]:
-    """The texts of all ranks that groups connect, by rank; every rank must call it."""
+    """Texts of all ranks that groups connect, by rank; every rank must call it."""
     texts = {dist.get_rank(): text}
     for number, group in enumerate(groups):
-        # To the first group the text goes as it is: with a rank's number, no two would be equal.
+        # The first group gets the bare text: with ranks in it, no two texts would be equal.
         own = _packed(texts) if number else text
         answers = exchange_texts(group, shared_store(group), purpose, own, awaited)
         for rank, answer in answers.items():
@@ -327,20 +323,20 @@ def _gather(
 
 
 class _Beats:
-    """Signs of the first rank that it waits for others, which it names itself if they are late."""
+    """Signs of the first rank that it still waits for late ranks, which it names itself."""
 
     def __init__(self, store: Any, key: str) -> None:
         self._store, self._key = store, key
         self._seen = -1
 
     def have_come(self) -> bool:
-        """Whether there was one since the last call."""
+        """Whether there was a sign since the last call."""
         before, self._seen = self._seen, self._store.add(self._key, 0)
         return self._seen != before
 
 
 def _packed(texts: Mapping[int, str]) -> str:
-    """Each distinct text once, with its ranks as ranges."""
+    """Serialize each distinct text once, with its ranks as ranges."""
     return json.dumps(ranges_by_text(texts))
 
 

@@ -3,13 +3,13 @@
     python -m fsdp_dynamo flight FOLDER
 
 explains the records of all ranks. A rank writes its record when an exception ends it, and prints
-the path. A rank that was killed leaves none, which is informative, too. Records go to
-``$FSDP_DYNAMO_FLIGHT`` (``0``: no records), or to a folder of the run among other temporary files.
-``record_flight`` chooses another folder, and also writes a record on SIGTERM (which torchrun sends
-to the other ranks), even while the rank waits inside a collective; ``record_flight(None)`` lets
-this rank write none. A rank whose main thread is blocked by its device writes one when another
-thread finds that ranks have diverged. A record has at most 1 MiB: of too many collectives, the
-last ones.
+the path. It also writes one if its main thread is blocked by the device when another thread finds
+that ranks have diverged. A rank that was killed leaves no record, which is informative, too.
+
+Records go to ``$FSDP_DYNAMO_FLIGHT`` (``0``: no records), by default to a temporary folder of the
+run. ``record_flight`` chooses another folder, and also writes a record on SIGTERM (which torchrun
+sends to the other ranks), even while the rank waits inside a collective. ``record_flight(None)``
+turns records off. A record has at most 1 MiB; older collectives are dropped.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ from fsdp_dynamo.errors import FSDPStateError, RankFailedError
 VARIABLE = "FSDP_DYNAMO_FLIGHT"
 _STACK_FRAMES = 12
 MAX_BYTES = 1 << 20
-"""Size of a record at most."""
+"""Largest size of a record."""
 
 _MAX_TEXT = 4000
-"""Characters of an error, and of each frame of the stack."""
+"""Characters kept of an error, and of each frame of the stack."""
 
 
 class _Recorder:
-    """Writer of this rank's record: once, and again only if collectives were issued since.
+    """Writer of this rank's record: writes once, and again only if more collectives were issued.
 
     Args:
-        folder: of the records; created when needed, for this user only.
-        private: a folder above it whose name others can guess, in one that all users share.
+        folder: folder of the records; created when needed, for this user only.
+        private: parent folder with a guessable name in a directory shared by all users; checked
+            before use.
     """
 
     def __init__(self, folder: Path, private: Path | None = None) -> None:
@@ -64,18 +65,18 @@ class _Recorder:
 
     @property
     def path(self) -> Path:
-        """The record's file."""
+        """File of the record."""
         return self.folder / f"rank-{self._rank}.json"
 
     def remove_old(self) -> None:
-        """Remove this rank's record of an earlier run, and those of ranks beyond the world size."""
+        """Remove this rank's record of an earlier run, and records beyond the world size."""
         for path in self.folder.glob("rank-*.json"):
             number = path.stem.partition("-")[2]
             if number == str(self._rank) or (number.isdigit() and int(number) >= self._world_size):
                 path.unlink(missing_ok=True)
 
     def write(self, reason: str, stack: Sequence[str]) -> None:
-        """Write the record, unless it is up to date, and print its path."""
+        """Write the record unless it is up to date, and print its path."""
         with self._lock:
             groups = collective_log.recent_by_group()
             issued = sum(count for _, count, _ in groups)
@@ -98,7 +99,7 @@ class _Recorder:
     def _text(
         self, reason: str, stack: Sequence[str], groups: Sequence[collective_log.GroupRecord]
     ) -> str:
-        """The record's content, ASCII, with as many of the last collectives as have room."""
+        """Content of the record, ASCII, with as many of the last collectives as fit."""
         kept, groups = collective_log.MAX_ENTRIES, list(groups)
         while True:
             last = [
@@ -129,12 +130,12 @@ class _Recorder:
 
 
 def _for_this_user(path: str, flags: int) -> int:
-    """An opener of files that no one else reads, and that are no links."""
+    """Opener for files that only this user may read; refuses symbolic links."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def require_private(folder: Path) -> None:
-    """Raise if a folder is not this user's alone; one that others may read is closed to them.
+    """Make a folder private to this user.
 
     Raises:
         PermissionError: it belongs to another user, or is a link.
@@ -162,14 +163,14 @@ _is_off = False
 
 
 def record_flight(folder: str | Path | None) -> None:
-    """Write this rank's last collectives to ``folder/rank-N.json`` when it fails from now on.
+    """Write this rank's last collectives to ``folder/rank-N.json`` when the rank fails.
 
-    A rank fails when an exception ends it, or when it gets SIGTERM. Records of an earlier run are
-    removed. Existing handlers of exceptions and of SIGTERM still run. A record has at most 1 MiB.
+    A rank fails when an exception ends it, or on SIGTERM. Records of an earlier run are removed.
+    Existing handlers of exceptions and of SIGTERM still run. A record has at most 1 MiB.
 
     Args:
-        folder: created with the first record. ``None``: this rank writes no records, also none of
-            those that it writes by default. Call it before the model is wrapped, or afterwards.
+        folder: created with the first record. ``None`` turns records off, including the default
+            ones, before or after the model is wrapped.
 
     Raises:
         FSDPStateError: there is no process group, or the call is not in the main thread.
@@ -190,7 +191,7 @@ def record_flight(folder: str | Path | None) -> None:
 
 
 def record_flight_by_default() -> None:
-    """Record to ``$FSDP_DYNAMO_FLIGHT`` or a default folder, unless that is settled."""
+    """Record to ``$FSDP_DYNAMO_FLIGHT`` or a default folder, unless the user has decided."""
     configured = os.environ.get(VARIABLE, "")
     if _recorder is not None or _is_off or configured == "0":
         return
@@ -211,7 +212,7 @@ def _begin_in_temporary_files() -> None:
 
 
 def _default_folder() -> Path:
-    """A folder that is the same for all ranks of a run on a machine."""
+    """Folder that is the same for all ranks of a run on one machine."""
     environment = os.environ
     run = environment.get("TORCHELASTIC_RUN_ID", "none")
     if run == "none":  # torchrun with a fixed address, or another launcher
@@ -251,15 +252,15 @@ def report_blocked(error: BaseException) -> None:
 
 
 _process = 0
-"""The process that handles SIGTERM; 0: none yet."""
+"""Process that handles SIGTERM; 0 for none."""
 
 
 def _write_at_termination() -> None:
     """Write a record on SIGTERM.
 
-    A Python handler runs only when the main thread returns from a collective, which may be never,
-    so the signal's number goes through a pipe to a thread that waits for it. If such a pipe exists
-    already it is kept, and the record is written when the handler runs.
+    A Python signal handler runs only once the main thread returns from a collective, which may
+    never happen. So the signal's number goes through a pipe to a thread. If the process has such a
+    pipe already, that pipe stays and the record is written by the handler.
     """
     global _process
     if _process == os.getpid():
@@ -308,7 +309,7 @@ def _write_stack(reason: str, frame: FrameType | None) -> None:
 
 
 # -- flight report ---------------------------------------------------------------------------------
-# Report of a failed run from the flight records of its ranks.
+# Report of a failed run, from the records of its ranks.
 
 
 Record = Mapping[str, Any]
@@ -317,10 +318,10 @@ FIELDS = frozenset({"rank", "world_size", "reason", "groups", "stack"})
 
 
 def explain_records(records: Sequence[Record]) -> str:
-    """The ranks that failed or left no record, and where the ranks' collectives diverged.
+    """Describe the ranks that failed or left no record, and where collectives diverged.
 
     Args:
-        records: of the ranks, in any order.
+        records: records of the ranks, in any order.
     """
     by_rank = {record["rank"]: record for record in records}
     size = max(record["world_size"] for record in records)
@@ -343,7 +344,7 @@ def explain_records(records: Sequence[Record]) -> str:
 
 
 def _is_consequence(reason: str) -> bool:
-    """Whether a rank ended only because another one failed."""
+    """Whether a rank ended only because another rank failed."""
     return (
         reason == "SIGTERM" or reason.startswith(RankFailedError.__name__) or "Connection" in reason
     )
@@ -353,7 +354,7 @@ Logs = dict[int, tuple[int, list[Entry]]]
 
 
 def _groups(by_rank: Mapping[int, Record]) -> Iterator[tuple[tuple[int, ...], Logs]]:
-    """Ranks of each group, with each rank's number of collectives and the last of them.
+    """Yield the ranks of each group, with each rank's number of collectives and last entries.
 
     Groups of the same ranks are distinguished by the order of their first use.
     """
@@ -370,7 +371,7 @@ def _groups(by_rank: Mapping[int, Record]) -> Iterator[tuple[tuple[int, ...], Lo
 
 
 def _compare_logs(ranks: tuple[int, ...], logs: Logs) -> list[str]:
-    """The first mismatch between the ranks of a group, or the ranks that are behind."""
+    """Describe the first mismatch between the ranks of a group, or the ranks that are behind."""
     if len(logs) < 2:
         return []
     known = {r: {entry.number: entry for entry in entries} for r, (_, entries) in logs.items()}
@@ -445,17 +446,17 @@ def _record_in(path: Path) -> dict[str, Any] | None:
 
 
 # -- rank ranges -----------------------------------------------------------------------------------
-# Ranks as ranges, in records and in messages: short, however many ranks there are.
+# Ranks as ranges, which keeps records and messages short.
 
 
 Ranges = Sequence[tuple[int, int]]
-"""First and last ranks of those without a gap."""
+"""First and last rank of each run of consecutive ranks."""
 
 _MOST_LISTED = 12
 
 
 def ranges_by_text(texts: Mapping[int, str]) -> list[tuple[str, Ranges]]:
-    """Each distinct text of ranks once, with the ranks that have it."""
+    """Return each distinct text once, with the ranks that have it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_of.setdefault(text, []).append(rank)
@@ -463,7 +464,7 @@ def ranges_by_text(texts: Mapping[int, str]) -> list[tuple[str, Ranges]]:
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Ranks for a message, ``0, 1, 4 to 9``; of many pieces the first, and how many ranks more."""
+    """Format ranks for a message, ``0, 1, 4 to 9``; after a limit, ``and 20 more``."""
     pieces: list[str] = []
     left = 0
     for first, last in _ranges(ranks):

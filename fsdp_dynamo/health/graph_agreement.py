@@ -1,12 +1,13 @@
 """Agreement on compiled graphs: all ranks run the same collectives, or all ranks raise.
 
-Mismatched collectives do not fail: they hang, or mix up bytes. So the first collective of every
-compiled graph carries the graph's fingerprint. Before a fingerprint is first used, each rank puts
-a digest of it into the store, and the rank that comes first compares them.
+Mismatched collectives do not fail: they hang, or exchange the wrong data. So the first collective
+of every compiled graph carries the graph's fingerprint. Before a fingerprint is first used, each
+rank puts a digest of it into the store, and the rank that comes first compares them.
 
-A rank that has a new fingerprint alone (it has recompiled, the others have not) gets no answer.
-When it sees that another has issued a collective that it has not come to, it posts a notice; the
-others, blocked in that collective, check for notices while they wait, and raise the same error.
+A rank that alone has a new fingerprint (it has recompiled, other ranks have not) gets no answer.
+When it sees that another rank has issued a collective that it has not reached itself, it posts a
+notice. The other ranks, blocked in that collective, check for notices while they wait, and raise
+the same error.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
-    """Return if all ranks of a group are about to run this graph; compare it if it is new here.
+    """Return if all ranks of a group are about to run this graph; compare only new graphs.
 
     Args:
-        group: the group of the graph's first collective.
-        fingerprint: of the graph, from ``graph_passes.text.listing``.
+        group: group of the graph's first collective.
+        fingerprint: from ``graph_passes.text.listing``.
 
     Raises:
-        DivergenceError: on every rank, if one of them differs or has not come.
+        DivergenceError: on every rank, if a rank differs or has not come.
     """
     agreed = _agreed.get(group)
     if agreed is None:
@@ -47,7 +48,7 @@ def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
 
 
 def _require_same_graph(fingerprint: str) -> None:
-    """Compare among the ranks of each of the graph's groups, one group after the other."""
+    """Compare a fingerprint within each of the graph's groups in turn."""
     groups_by_ranks = _groups_of(fingerprint)
     for groups in groups_by_ranks.values():
         link_groups(groups)
@@ -69,7 +70,7 @@ def _compare(group: dist.ProcessGroup, store: Any, own: str) -> None:
 
 
 def _resolve(entry: str) -> tuple[str, dist.ProcessGroup]:
-    """An entry without the name of its group, which is local to a rank, and the group."""
+    """Split an entry into its fields and its group; the group's name is local to a rank."""
     fields, _, name = entry.rpartition(" ")
     group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
     return fields, group
@@ -80,7 +81,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _groups_of(fingerprint: str) -> dict[tuple[int, ...], list[dist.ProcessGroup]]:
-    """A graph's groups by their global ranks, in the order of first use."""
+    """Groups of a graph by their global ranks, in the order of first use."""
     found: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
     for entry in fingerprint.split(SEPARATOR):
         _, group = _resolve(entry)
@@ -89,10 +90,10 @@ def _groups_of(fingerprint: str) -> dict[tuple[int, ...], list[dist.ProcessGroup
 
 
 def _fingerprint_for(ranks: tuple[int, ...], fingerprint: str) -> str:
-    """The fingerprint as these ranks must agree on it.
+    """Fingerprint as the given ranks must agree on it.
 
-    It has the global ranks of their own groups, but only the size of other groups: with replicas,
-    two ranks have groups in common and groups that differ, as they should.
+    It contains the global ranks of their own group, but only the size of other groups: with
+    replicas, two ranks share some groups and rightly differ in others.
     """
     entries = []
     for entry in fingerprint.split(SEPARATOR):
@@ -104,7 +105,10 @@ def _fingerprint_for(ranks: tuple[int, ...], fingerprint: str) -> str:
 
 
 def _difference_message(first: int, other: int, of_first: str, of_other: str) -> str:
-    """The first collective that differs; launches count only where nothing else differs."""
+    """Error message for the first collective that differs.
+
+    Launches are compared only if nothing else differs.
+    """
     full = of_first.split(SEPARATOR), of_other.split(SEPARATOR)
     bare = [alone(entry) for entry in full[0]], [alone(entry) for entry in full[1]]
     shown = full if bare[0] == bare[1] else bare

@@ -1,12 +1,14 @@
-"""A wait for ranks that have not come: a warning first, an error only on evidence.
+"""Wait for ranks that have not come: a warning first, an error only on evidence.
 
-A rank may be late for good reasons: it tokenizes, its disk is slow, it stands at a breakpoint. So a
-late one is named in a warning, and waited for until the group's timeout. What ends a wait early:
+A rank may be late for good reasons: it tokenizes, its disk is slow, it stands at a breakpoint. So
+late ranks are named in a warning, and waited for until the group's timeout. A wait ends early with
+an error if:
 
 - a rank has posted a notice: it has failed;
 - the connection to a late rank is closed: it has ended or was killed, compiling or not;
-- a late rank has issued a collective, or waits for an exchange, that this rank was to take part in
-  before it came here: it runs something else. Ranks do both in one order, so neither could come.
+- a late rank has issued a collective, or waits for an exchange, that needs this rank and comes
+  before the awaited one. The two ranks run different programs, and would wait for each other
+  forever.
 """
 
 from __future__ import annotations
@@ -45,24 +47,24 @@ CAUSE = (
 )
 _LATE_FIX = f"{CAUSE} If they are only late, call fsdp_dynamo.set_agreement_timeout()."
 WARN_S = 10.0
-"""After so many seconds a late rank is named in a warning; while it compiles, it is not late."""
+"""Seconds after which a late rank is named in a warning; a rank that compiles is not late."""
 
 LEAST_S = 10.0
-"""The limit of a group whose own timeout is shorter: its ranks do not compile equally fast."""
+"""Smallest limit by default, since ranks do not compile equally fast."""
 
 _MAX_LOOKED_AT = 16
-"""Ranks that are looked at each time."""
+"""Number of ranks checked at each look."""
 _MAX_NAMED = 4
-"""Late ranks of which a warning says which process they are."""
+"""Number of late ranks whose process a warning names."""
 
 
 @dataclass(frozen=True)
 class Awaited:
-    """Words for something that a rank waits for.
+    """Description of something that a rank waits for.
 
     Attributes:
-        name: of what is exchanged.
-        expected: of ranks that have not come, for an error message.
+        name: name of what is exchanged.
+        expected: text for an error message about the given missing ranks.
     """
 
     name: str
@@ -70,15 +72,15 @@ class Awaited:
 
 
 class LateRanks:
-    """The ranks for which this one waits; a context that lasts as long as the wait.
+    """Ranks that this rank waits for; a context around the wait.
 
     Args:
-        group: of the ranks.
-        store: the group's.
-        keys: what each rank sets when it comes, by rank.
-        awaited: what that is.
-        timeout_s: how late ranks may be that do not compile; ``None``: the group's timeout, but
-            ``LEAST_S`` at least.
+        store: store of the group.
+        keys: key that each rank sets when it comes.
+        awaited: description for messages.
+        timeout_s: how late ranks may be that do not compile; ``None``: the group's timeout, but at
+            least ``LEAST_S``.
+        shows_life: see ``wait_for_keys``.
     """
 
     def __init__(
@@ -109,13 +111,13 @@ class LateRanks:
                 self._store.set(_wait_key(dist.get_rank()), "")
 
     def missing(self) -> list[int]:
-        """The ranks that have not come."""
+        """Return the ranks that have not come."""
         came = [rank for rank in self._missing if self._store.check([self._keys[rank]])]
         self._missing = [rank for rank in self._missing if rank not in came]
         return self._missing
 
     def look_after(self, missing: Sequence[int]) -> None:
-        """Warn if these ranks are late, and raise if they will not come.
+        """Warn if missing ranks are late, and raise if they will not come.
 
         Raises:
             DivergenceError: they run something else, or the time is over.
@@ -139,16 +141,16 @@ class LateRanks:
             self._warn(missing, late_s)
 
     def _some_of(self, missing: Sequence[int]) -> Sequence[int]:
-        """At most ``_MAX_LOOKED_AT`` of them, others each time: thousands would load the store."""
+        """Choose at most ``_MAX_LOOKED_AT`` ranks, others at each look, to spare the store."""
         begin = self._num_looks * _MAX_LOOKED_AT % max(1, len(missing))
         self._num_looks += 1
         return [*missing[begin:], *missing[:begin]][:_MAX_LOOKED_AT]
 
     def raise_if_gone(self, ranks: Iterable[int]) -> None:
-        """Raise if a connection to one of these ranks is closed.
+        """Raise if the connection to one of these ranks is closed.
 
         Raises:
-            RankFailedError: one is gone.
+            RankFailedError: a rank is gone.
         """
         gone = gone_ranks(self._group, ranks)
         if gone:
@@ -163,10 +165,10 @@ class LateRanks:
         try:
             self.raise_if_gone(missing)
         except RankFailedError:
-            raise_if_noticed(self._store)  # what it has said before it went
+            raise_if_noticed(self._store)  # the rank's own error, if it posted one
             raise
         found = _issued_instead(missing) or _awaited_instead(self._group, missing)
-        # Both were read before this: a rank that had come in between has come in time.
+        # Check the key last: the rank may have come after the two reads above.
         if found is not None and not self._store.check([self._keys[found[0]]]):
             rank, what = found
             got = f"{what} on rank {rank}, which rank {dist.get_rank()} has not come to"
@@ -196,7 +198,7 @@ def _wait_key(rank: int) -> str:
 
 
 def _issued_instead(missing: Sequence[int]) -> tuple[int, str] | None:
-    """A rank that has issued a collective which this one has not, and the collective."""
+    """Return a rank that has issued a collective which this rank has not, and the collective."""
     stores = linked_stores()
     for group, name, ranks in linked_groups():
         count = collective_log.count(group)
@@ -208,7 +210,7 @@ def _issued_instead(missing: Sequence[int]) -> tuple[int, str] | None:
 
 
 def _awaited_instead(group: dist.ProcessGroup, missing: Sequence[int]) -> tuple[int, str] | None:
-    """A rank that waits for this one elsewhere, and what for."""
+    """Return a rank that waits for this rank in another exchange, and that exchange."""
     own = dist.get_rank()
     for ranks, store in stores_with(group).items():
         for rank in [rank for rank in missing if rank in ranks]:
@@ -223,10 +225,7 @@ def _awaited_instead(group: dist.ProcessGroup, missing: Sequence[int]) -> tuple[
 
 
 def _packed(keys: Mapping[int, str]) -> list[tuple[str, Ranges]]:
-    """Keys of ranks, as all ranks that wait for this one read them.
-
-    Each is what keys ``base/rank`` have in common, or else a key, and its ranks.
-    """
+    """Serialize keys of ranks for other ranks; ``base/rank`` is shortened to its common part."""
     return ranges_by_text(
         {
             rank: key[: -len(str(rank))] if key.endswith(f"/{rank}") else key
@@ -236,7 +235,7 @@ def _packed(keys: Mapping[int, str]) -> list[tuple[str, Ranges]]:
 
 
 def _key_in(packed: list[tuple[str, Ranges]], rank: int) -> str | None:
-    """The key of a rank."""
+    """Return the key of a rank from ``_packed``."""
     for key, ranges in packed:
         if any(first <= rank <= last for first, last in ranges):
             return f"{key}{rank}" if key.endswith("/") else key
@@ -244,7 +243,7 @@ def _key_in(packed: list[tuple[str, Ranges]], rank: int) -> str | None:
 
 
 # -- busy ranks ------------------------------------------------------------------------------------
-# Announcement of busy ranks: while a rank compiles, the others do not count it as late.
+# While a rank compiles it announces that it is busy, so that other ranks do not call it late.
 
 
 _num_reasons = 0
@@ -272,7 +271,7 @@ def publish_state() -> None:
 
 
 def process_of(rank: int) -> str:
-    """The process and the host of a rank, in words."""
+    """Describe the process and the host of a rank."""
     store, key = default_store(), f"{PREFIX}/process/{rank}"
     return store.get(key).decode() if store.check([key]) else "of an unknown process"
 
@@ -294,14 +293,14 @@ def _end(_: object = None) -> None:
 
 
 def announce_compilations() -> None:
-    """Announce all compilations of this rank, until ``torch.compiler.reset`` ends that."""
+    """Announce all compilations of this rank, until ``torch.compiler.reset``."""
     if _end not in callback_handler.end_callbacks:
         callback_handler.register_start_callback(_begin)
         callback_handler.register_end_callback(_end)
 
 
 def announce_this_compilation() -> None:
-    """Announce the compilation in progress, if it is not announced yet."""
+    """Announce the compilation in progress, unless it is announced already."""
     if _end not in callback_handler.end_callbacks:
         announce_compilations()
         _begin()
@@ -309,7 +308,7 @@ def announce_this_compilation() -> None:
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """This rank is busy while the context is open: ranks that wait for it keep waiting."""
+    """Announce that this rank is busy inside the context; other ranks keep waiting for it."""
     _begin()
     try:
         yield
@@ -319,9 +318,9 @@ def busy() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """This rank waits for others and so is not busy, even while it compiles.
+    """Announce that this rank is not busy inside the context, because it waits for other ranks.
 
-    Otherwise two ranks that wait for each other would both count as making progress.
+    Otherwise two ranks that wait for each other while compiling would both seem to make progress.
     """
     if _num_reasons:
         _publish(is_busy=False)

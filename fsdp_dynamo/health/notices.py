@@ -1,8 +1,8 @@
 """Failure notices in the store: errors that all ranks of a group raise instead of waiting.
 
-The notices of a group are numbered. Each rank raises each of them once: it keeps, in the store as
-well, how many it has heard. So a notice that was raised and caught is not raised again by the next
-wait, and a rank that was busy meanwhile still raises it.
+The notices of a group are numbered. Each rank counts, in the store, the notices that it has raised
+("heard"), so it raises every notice exactly once: a notice that was caught is not raised by the
+next wait, and a rank that was busy meanwhile still raises it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _KINDS = {kind.__name__: kind for kind in (DivergenceError, RankFailedError)}
 
 
 def _heard() -> str:
-    """The key under which this rank counts the notices that it has raised."""
+    """Key under which this rank counts the notices that it has raised."""
     return f"heard/{dist.get_rank()}"
 
 
 def _next(store: Any) -> str:
-    """The key of the first notice that this rank has not raised."""
+    """Key of the first notice that this rank has not raised."""
     number = store.get(_heard()).decode() if store.check([_heard()]) else "0"
     return f"notice/{number}"
 
 
 def post_notice(store: Any, error: DivergenceError) -> None:
-    """Let the ranks of a group raise this error while they wait.
+    """Make the ranks of a group raise this error while they wait.
 
-    A notice that this rank has not raised yet stays in its place: of what several ranks find at
-    the same time, the first counts.
+    A notice in the same place that this rank has not raised yet stays: of errors found at the same
+    time, the first counts.
     """
     store.compare_set(_next(store), "", f"{type(error).__name__} {error}")
     Requests(store).make()
@@ -50,10 +50,7 @@ def post_notice(store: Any, error: DivergenceError) -> None:
 class Requests:
     """Requests to look for a notice, and to compare collectives.
 
-    On a device a rank may have nothing to wait for while another waits for it.
-
-    Args:
-        store: of the ranks.
+    Needed on devices, where a rank may have nothing to wait for while another rank waits for it.
     """
 
     def __init__(self, store: Any) -> None:
@@ -71,7 +68,7 @@ class Requests:
 
 
 def raise_if_noticed(store: Any) -> None:
-    """Raise the error of another rank's notice; it is not counted as heard yet.
+    """Raise the error of another rank's notice, without counting it as heard.
 
     Raises:
         DivergenceError: with the other rank's message.
@@ -86,8 +83,8 @@ def deliver(stores: Stores, error: DivergenceError) -> None:
     """Post an error that this rank is about to raise, and count it as heard.
 
     Args:
-        stores: of all groups that are to raise it.
-        error: this rank's, or the one of a notice in one of the stores.
+        stores: stores of all groups that must raise it.
+        error: this rank's error, or one from a notice in one of the stores.
     """
     for store in stores.values():
         post_notice(store, error)
@@ -95,14 +92,14 @@ def deliver(stores: Stores, error: DivergenceError) -> None:
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup, error: DivergenceError) -> NoReturn:
-    """Raise an error here, and on all ranks of a group and of the linked ones that wait."""
+    """Raise an error here, and on all waiting ranks of this group and the linked groups."""
     with suppress(dist.DistError):  # the store has gone with the rank that served it
         deliver(stores_with(group), error)
     raise error
 
 
 # -- failure propagation ---------------------------------------------------------------------------
-# Propagation of failures between groups: a notice for one group reaches all that share a rank.
+# A notice for one group reaches all groups that share a rank with it.
 
 
 _MAX_SHOWN = 300
@@ -110,7 +107,7 @@ _MAX_SHOWN = 300
 
 
 def link_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Let notices reach these groups and all groups that were linked before, and watch for them."""
+    """Deliver notices to these groups and all groups linked before, and watch for them."""
     stores = linked_stores()
     for group in groups:
         added = add_group(group)
@@ -126,7 +123,7 @@ def link_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def announce_failure(error: BaseException) -> None:
-    """Post a notice to all linked groups that an exception ends this rank."""
+    """Tell all linked groups that an exception ends this rank."""
     if isinstance(error, DivergenceError) or not dist.is_initialized():
         return  # the other ranks have a notice already, or cannot be reached
     last = collective_log.latest()
@@ -144,7 +141,7 @@ def _deliver(error: DivergenceError) -> None:
 
 
 def _check_notices(_: dist.ProcessGroup) -> None:
-    """Raise for another rank's notice to any of the linked groups."""
+    """Raise for another rank's notice to any linked group."""
     for store in linked_stores().values():
         raise_if_noticed(store)
 
@@ -163,13 +160,13 @@ def _check(stores: Stores, store: Any, name: str, group: dist.ProcessGroup) -> N
         if message is not None:
             raise DivergenceError(message)
     except DivergenceError as error:
-        # Pass it on: this rank may be the only one that two groups have in common.
+        # This rank may be the only one that two groups share, so it forwards the notice.
         _pass_on(stores, error)
         raise
 
 
 # -- linked groups ---------------------------------------------------------------------------------
-# The groups that are linked: a failure that is known in one of them reaches all of them.
+# Groups that share failures.
 
 
 Stores = dict[tuple[int, ...], Any]
@@ -177,17 +174,19 @@ Stores = dict[tuple[int, ...], Any]
 
 _Names = WeakKeyDictionary[dist.ProcessGroup, tuple[str, tuple[int, ...]]]
 _names: WeakKeyDictionary[dist.ProcessGroup, _Names] = WeakKeyDictionary()
-"""Names and ranks of the linked groups, by default group. Torch's names are local to a rank, so
-groups of the same ranks are numbered."""
+"""Names and ranks of the linked groups, by default group.
+
+torch's names are local to a rank, so groups of the same ranks are numbered.
+"""
 
 _stores: WeakKeyDictionary[dist.ProcessGroup, Stores] = WeakKeyDictionary()
 """Stores of the linked groups, by default group."""
 
 
 def add_group(group: dist.ProcessGroup) -> tuple[Any, str] | None:
-    """Link a group; returns its store and its name, the same on all of its ranks.
+    """Link a group; return its store and its name, which is equal on all of its ranks.
 
-    ``None``: it is linked already, has one rank, or no shared store.
+    Returns ``None`` if it is linked already, has one rank, or has no shared store.
     """
     store = shared_store(group)
     default: Any = dist.group.WORLD
@@ -202,19 +201,19 @@ def add_group(group: dist.ProcessGroup) -> tuple[Any, str] | None:
 
 
 def linked_stores() -> Stores:
-    """Stores of all linked groups, by ranks; none if there is no default group."""
+    """Return the stores of all linked groups by ranks; empty without a default group."""
     default = dist.group.WORLD
     return {} if default is None else _stores.setdefault(default, {})
 
 
 def stores_with(group: dist.ProcessGroup) -> Stores:
-    """Stores of all linked groups and of another group, which has a shared store."""
+    """Return the stores of all linked groups and of ``group``, which has a shared store."""
     ranks = tuple(dist.get_process_group_ranks(group))
     return {ranks: shared_store(group), **linked_stores()}
 
 
 def linked_groups() -> list[tuple[dist.ProcessGroup, str, tuple[int, ...]]]:
-    """Linked groups, with their names and ranks."""
+    """Return the linked groups with their names and ranks."""
     default: Any = dist.group.WORLD
     names = _names.get(default)
     return [] if names is None else [(group, *known) for group, known in list(names.items())]

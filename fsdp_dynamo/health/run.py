@@ -1,4 +1,4 @@
-"""Common steps of all ranks while a model is wrapped: they begin a run, and fail as one."""
+"""Steps that all ranks take together while a model is wrapped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fsdp_dynamo.version import __version__
 
 
 def begin_run(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """Prepare groups for exchanges; all of their ranks call it together, before any other.
+    """Prepare groups for exchanges; all of their ranks must call it first, and together.
 
     Exchanges are kept apart from those of an earlier run (see ``agree_on_run_id``).
 
     Args:
-        groups: this rank's, in the same order on all ranks.
-        device: one of the groups', used by those that do not serve the CPU.
+        groups: this rank's groups, in the same order on all ranks.
+        device: used by groups that do not serve the CPU.
 
     Raises:
         DivergenceError: on every rank, if versions of torch or of this package differ.
@@ -35,7 +35,7 @@ def begin_run(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None
 
 
 def _require_same_versions(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """A collective of 16 bytes a group; texts are exchanged only where these find a difference."""
+    """Compare versions by a collective of 16 bytes per group; exchange texts if they differ."""
     public = torch.__version__.partition("+")[0]  # builds for other accelerators may be mixed
     text = f"torch {public}, fsdp_dynamo {__version__}"
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -51,22 +51,23 @@ def _require_same_versions(groups: Sequence[dist.ProcessGroup], device: torch.de
 def together(
     groups: Iterable[dist.ProcessGroup], device: torch.device, what: str
 ) -> Iterator[None]:
-    """A block that all ranks of some groups run; an error on one of them is raised on all.
+    """Run a block on all ranks of some groups; an error on one rank is raised on all.
+
+    Costs one collective of 8 bytes per group with a shared store; other groups are left out.
 
     Args:
-        groups: this rank's, in the same order on all ranks; those without a shared store are left
-            out. One collective of 8 bytes each.
-        device: one of the groups', used by those that do not serve the CPU.
-        what: the ranks do in the block, for messages.
+        groups: this rank's groups, in the same order on all ranks.
+        device: used by groups that do not serve the CPU.
+        what: what the block does, for messages.
 
     Raises:
-        RankFailedError: another rank's block raised. That rank raises its own error.
+        RankFailedError: another rank's block raised; that rank raises its own error.
     """
     shared = [group for group in groups if shared_store(group) is not None]
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # the others wait for this rank's answer
+    except Exception as error:  # noqa: BLE001  # other ranks wait for this rank's answer below
         failure = error
     if any(maximum_over(shared, [int(failure is not None)], device, what)):
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"

@@ -1,4 +1,4 @@
-"""The store that the ranks of a group share, with keys of their own for each run."""
+"""Store that the ranks of a group share, with separate keys for each run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _run_ids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = Wea
 _rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]]]] = (
     WeakKeyDictionary()
 )
-"""Exchanges so far, by purpose and ranks; by default group, whose store holds them."""
+"""Number of exchanges by purpose and ranks; by default group, whose store holds them."""
 
 
 def default_store() -> Any:
-    """The store that all ranks share, or ``None``.
+    """Return the store that all ranks share, or ``None``.
 
-    Simulated and fake groups have ranks that do not exist, and stores that no other rank shares.
+    Simulated and fake groups have ranks that do not exist, and no shared store.
     """
     if not dist.is_initialized():
         return None
@@ -43,7 +43,7 @@ def default_store() -> Any:
 
 
 def shared_store(group: dist.ProcessGroup) -> Any:
-    """The store of a group's ranks, or ``None`` if the group has one rank or no shared store."""
+    """Return the store of a group's ranks; ``None`` for one rank, or without a shared store."""
     store = None if group.size() == 1 else default_store()
     if store is None:
         return None
@@ -54,26 +54,25 @@ def shared_store(group: dist.ProcessGroup) -> Any:
 
 @lru_cache
 def _name(ranks: tuple[int, ...]) -> str:
-    """Name of a group in keys, as long for thousands of ranks as for two."""
+    """Name of a group in keys, equally long for any number of ranks."""
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
 
 def next_round(purpose: str, ranks: Sequence[int]) -> int:
-    """The number of these ranks' next exchange for a purpose; the same on each of them."""
+    """Number of these ranks' next exchange for a purpose; equal on all of them."""
     counter = _rounds.setdefault(dist.group.WORLD, Counter())  # type: ignore[arg-type]
     counter[purpose, tuple(ranks)] += 1
     return counter[purpose, tuple(ranks)]
 
 
 def agree_on_run_id(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Give the ranks of a group an identifier of their run; returns whether it is new.
+    """Give the ranks of a group an identifier of their run; return whether it is new.
 
-    A launcher may keep one store when it restarts the ranks: keys of an earlier run must not be
-    read. All ranks of the group call it together, before they exchange anything.
+    A launcher may keep one store when it restarts the ranks, and keys of an earlier run must not be
+    read. All ranks of the group must call it together, before any exchange.
 
     Args:
-        group: the ranks.
-        device: one of the group's, used if the group does not serve the CPU.
+        device: used if the group does not serve the CPU.
     """
     if shared_store(group) is None:
         return False
@@ -90,10 +89,10 @@ def agree_on_run_id(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def exchange_device(group: dist.ProcessGroup, device: torch.device | None = None) -> torch.device:
-    """Where a group exchanges values that are no tensors of the model.
+    """Device on which a group exchanges values that are not tensors of the model.
 
     Returns:
-        The CPU if the group serves it, else ``device``, else the first one that it serves.
+        The CPU if the group serves it, else ``device`` if it serves that, else its first device.
     """
     served = [kind.type for kind in group._device_types]
     if device is not None and device.type in served and "cpu" not in served:

@@ -146,7 +146,7 @@ _STEPS = 5
 def _unit_summary(unit: Unit) -> UnitSummary:
     return UnitSummary(
         unit=unit.fqn,
-        strategy=unit.config.strategy.name,
+        strategy=unit.config.sharding_strategy.name,
         num_parameters=len(unit.originals()),
         unsharded_bytes=sum(flat.unsharded_bytes for flat in unit.flats),
         sharded_bytes=sum(f.sharded.numel() * f.sharded.element_size() for f in unit.flats),

@@ -1,6 +1,6 @@
-"""From a module and the user's arguments to units: the wrapper and ``fully_shard``.
+"""Build units from a module and the user's arguments: ``FSDP``, ``fully_shard`` and policies.
 
-Its names are those of ``torch.distributed.fsdp.wrap``: policies, ``wrap`` and ``enable_wrap``.
+The names exported here are those of ``torch.distributed.fsdp.wrap``.
 
 Imports: all folders above except ``observe``.
 """

@@ -1,28 +1,27 @@
-"""Arguments of the wrapper: checked before anything is changed."""
+"""Checks of arguments and modules, before anything is changed; FSDP2's arguments."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_dynamo.api import (
-    BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    coerce_collective_precision,
-    coerce_enum,
-    coerce_mixed_precision,
+    converted,
 )
-from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of
+from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of, serves_cpu
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_layout import size_per_rank
 from fsdp_dynamo.core.original_parameter import OriginalParameter
@@ -37,8 +36,8 @@ from fsdp_dynamo.errors import (
 from fsdp_dynamo.module_tree import is_unit
 
 
-def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
-    """Raise for a parameter that cannot travel in the formats of its unit."""
+def check_wire_formats(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
+    """Raise if a parameter cannot be sent in its unit's ``collective_precision``."""
     precision = config.collective_precision
     if precision is None:
         return
@@ -46,10 +45,10 @@ def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
         raise UnsupportedError(
             f"argument 'collective_precision', parameter '{fqn}': expected formats that are always "
             "used, with HIERARCHICAL_SHARD, got only_where_exposed=True. Leave only_where_exposed "
-            "out: formats are those between nodes there, and gathers between nodes are in no plan."
+            "out: wire formats apply between nodes there, where graph mode plans no all-gathers."
         )
     _refuse_flat_reductions(config, precision, fqn)
-    if param.dtype not in _TRAVEL:
+    if param.dtype not in _ENCODABLE_DTYPES:
         raise UnsupportedError(
             f"argument 'collective_precision', parameter '{fqn}': expected float32, bfloat16 or "
             f"float16 parameters, got {param.dtype}. Leave the argument out for this unit, by a "
@@ -58,29 +57,29 @@ def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
 
 
 def _refuse_flat_reductions(config: UnitConfig, precision: CollectivePrecision, fqn: str) -> None:
-    """Raise if gradients would be reduced in a format by several ranks on each of several nodes."""
-    groups, is_whole = config.groups, config.strategy is ShardingStrategy.NO_SHARD
-    reduced_by = {"all_reduce": groups.shard if is_whole else groups.replicate}
-    if not is_whole and groups.hierarchy is None:
+    """Raise if several ranks of each node would send encoded gradients to other nodes."""
+    groups = config.groups
+    reduced_by = {"all_reduce": groups.replicate if config.is_sharded else groups.shard}
+    if config.is_sharded and groups.hierarchy is None:
         reduced_by["reduce_scatter"] = groups.reduce
     for kind, group in reduced_by.items():
         node_ranks = 1 if group is None else node_ranks_of(group)
         if getattr(precision, kind) is not None and node_ranks > 1:
             raise UnsupportedError(
-                f"argument 'collective_precision', parameter '{fqn}': expected gradients as they "
-                "are, reduced over several nodes by all of their ranks, got "
-                f"{kind}={getattr(precision, kind)!r}: each node would send its messages to other "
-                f"nodes from {node_ranks} ranks, {node_ranks} times as many bytes as a ring sends. "
-                f"Leave {kind} out (all_gather may stay), or use HIERARCHICAL_SHARD, whose formats "
-                "are those between nodes."
+                f"argument 'collective_precision', parameter '{fqn}': expected no wire format for "
+                "gradients that all ranks of several nodes reduce together, got "
+                f"{kind}={getattr(precision, kind)!r}: each of a node's {node_ranks} ranks would "
+                f"send to other nodes, {node_ranks} times as many bytes as a ring sends. Leave "
+                f"{kind} out (all_gather may stay), or use HIERARCHICAL_SHARD, which uses wire "
+                "formats between nodes only."
             )
 
 
-_TRAVEL = (torch.float32, torch.bfloat16, torch.float16)
+_ENCODABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_module(module: object) -> None:
-    """Raise unless ``module`` is a module that is not wrapped yet."""
+    """Raise unless ``module`` is a module that is not a unit yet."""
     if is_unit(module):
         raise FSDPStateError(
             "argument 'module': expected a module that is no unit yet, got a unit "
@@ -98,7 +97,7 @@ def check_module(module: object) -> None:
 
 
 def without_forward(module: object) -> FSDPTypeError:
-    """The error for a container, which is never called."""
+    """Error for a container, whose forward is never called."""
     return FSDPTypeError(
         f"argument 'module': expected a module with a forward, got {type(module).__name__}. Wrap "
         "or shard the modules in it, one by one."
@@ -106,7 +105,7 @@ def without_forward(module: object) -> FSDPTypeError:
 
 
 def warn_of_containers(owned: Mapping[nn.Module, Sized]) -> None:
-    """Warn of units without a forward that have parameters: nothing would unshard these."""
+    """Warn of containers that are units with parameters: no forward would unshard them."""
     for module, parameters in owned.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(parameters):
             warnings.warn(
@@ -117,23 +116,16 @@ def warn_of_containers(owned: Mapping[nn.Module, Sized]) -> None:
 
 
 MAX_PADDING = 0.25
-"""Part of a unit's parameters that padding may take without a warning."""
+"""Share of a unit's bytes that padding may take without a warning."""
 FREE_PADDING_BYTES = 1 << 20
-"""Padding that is not worth one."""
+"""Padding below this size never warns."""
 
 
-def warn_of_padding(
-    params: Mapping[str, OriginalParameter], config: UnitConfig, num_shards: int
-) -> None:
-    """Warn where many parameters of a unit have fewer rows than there are ranks.
-
-    Args:
-        params: of the unit, by FQN.
-        config: of the unit.
-        num_shards: ranks that share them.
-    """
-    if config.strategy is ShardingStrategy.NO_SHARD or not params:
+def warn_of_padding(params: Mapping[str, OriginalParameter], config: UnitConfig) -> None:
+    """Warn if padding makes a unit much larger, as parameters with few rows do."""
+    if not config.is_sharded or not params:
         return
+    num_shards = config.groups.shard.size()
     is_divided = config.groups.hierarchy is None
     padding = {fqn: _padding_bytes(p, num_shards, is_divided) for fqn, p in params.items()}
     total = sum(padding.values())
@@ -143,18 +135,18 @@ def warn_of_padding(
     fqn = max(padding, key=lambda fqn: padding[fqn])
     shape = tuple(local_of(params[fqn].param).shape)
     warnings.warn(
-        f"padding makes a unit {1 + total / whole:.2f} times as large (by {total >> 20} MiB), most "
-        f"of all of parameter '{fqn}': {num_shards} ranks share the {(*shape, 1)[0]} rows of its "
-        f"shape {shape}. Shard it along another dimension (fully_shard's shard_placement_fn), over "
-        "fewer ranks (HYBRID_SHARD, a 2-D mesh), or make it several parameters",
+        f"padding makes a unit {1 + total / whole:.2f} times as large (by {total >> 20} MiB), "
+        f"mostly for parameter '{fqn}': {num_shards} ranks share the {(*shape, 1)[0]} rows of "
+        f"its shape {shape}. Shard it along another dimension (fully_shard's shard_placement_fn), "
+        "over fewer ranks (HYBRID_SHARD, a 2-D mesh), or make it several parameters",
         stacklevel=5,
     )
 
 
 def _padding_bytes(original: OriginalParameter, num_shards: int, is_divided: bool) -> int:
-    """Bytes of shards beyond the parameter's own.
+    """Bytes of padding in all shards of a parameter.
 
-    ``is_divided``: whether rows that do not divide by ``num_shards`` are divided nevertheless.
+    If rows do not divide by ``num_shards`` they are padded, or replicated unless ``is_divided``.
     """
     param = local_of(original.param)
     size = param.shape[original.dim] if param.dim() else 1
@@ -165,7 +157,7 @@ def _padding_bytes(original: OriginalParameter, num_shards: int, is_divided: boo
 
 
 def check_whole_units(root: nn.Module) -> None:
-    """Raise if a unit of several modules has only some of them below a root."""
+    """Raise if only some modules of a multi-module unit are below ``root``."""
     below = set(root.modules())
     for unit in units_in(root):
         if not below.issuperset(unit.modules):
@@ -177,9 +169,9 @@ def check_whole_units(root: nn.Module) -> None:
 
 
 def check_inference(module: nn.Module) -> None:
-    """Raise inside ``torch.inference_mode()``, or for parameters that were made there.
+    """Raise inside ``torch.inference_mode()``, and for parameters that were made there.
 
-    What the unit writes in place later cannot be an inference tensor.
+    The unit writes to its tensors in place later, which inference tensors forbid.
     """
     made = next((fqn for fqn, param in module.named_parameters() if param.is_inference()), None)
     if made is not None or torch.is_inference_mode_enabled():
@@ -191,79 +183,17 @@ def check_inference(module: nn.Module) -> None:
         )
 
 
-def check_init_fn(param_init_fn: object) -> None:
-    """Raise for an initialisation that cannot be called."""
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise FSDPValueError(
-            "argument 'param_init_fn': expected a function of a module, or None, got "
-            f"{param_init_fn!r}. Pass a function that writes a module's own parameters and buffers."
-        )
-
-
-def device_of(device_id: object) -> torch.device | None:
-    """The device that ``device_id`` names: an accelerator's number, a device, or its name."""
-    if isinstance(device_id, int) and not isinstance(device_id, bool):
-        return torch.device("cuda", device_id)
-    if isinstance(device_id, str):
-        return torch.device(device_id)
-    if device_id is None or isinstance(device_id, torch.device):
-        return device_id
-    raise FSDPTypeError(
-        f"argument 'device_id': expected a number, a torch.device or its name, got {device_id!r}. "
-        "Pass torch.device('cuda', index)."
-    )
-
-
-def strategy_of(strategy: object | None) -> ShardingStrategy:
-    """The requested strategy; FULL_SHARD by default."""
-    if strategy is None:
-        return ShardingStrategy.FULL_SHARD
-    return coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
-
-
 def effective_strategy(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
-    """The strategy in force: NO_SHARD in a group of one rank."""
+    """Strategy in force: NO_SHARD in a group of one rank."""
     return ShardingStrategy.NO_SHARD if groups.shard.size() == 1 else strategy
 
 
 def warn_of_one_rank(strategy: ShardingStrategy, groups: Groups) -> None:
-    """Warn where a strategy shards over one rank."""
+    """Warn if the strategy would shard over one rank."""
     if effective_strategy(strategy, groups) is not strategy:
         warnings.warn(
             f"the process group has one rank: NO_SHARD in place of {strategy.name}", stacklevel=4
         )
-
-
-def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
-    """A strategy that a policy gives one module; replicas are a matter of the whole model."""
-    strategy = strategy_of(value)
-    if _ranks_of(strategy) != _ranks_of(config.strategy) and (
-        strategy is not ShardingStrategy.NO_SHARD
-    ):
-        raise FSDPValueError(
-            "a policy's dict of constructor arguments: expected a strategy that goes with the "
-            f"root's {config.strategy.name}, got {strategy.name}. Give hybrid strategies, or "
-            "HIERARCHICAL_SHARD, to all units or to none; NO_SHARD goes with all."
-        )
-    return effective_strategy(strategy, config.groups)
-
-
-def _ranks_of(strategy: ShardingStrategy) -> tuple[bool, bool]:
-    """Which dimensions of ranks a strategy needs."""
-    return strategy.is_hybrid, strategy.is_hierarchical
-
-
-def cpu_offload_of(cpu_offload: object | None) -> CPUOffload:
-    """``cpu_offload`` as our ``CPUOffload``; accepts upstream's dataclass of that name."""
-    if cpu_offload is None:
-        return CPUOffload()
-    wanted = getattr(cpu_offload, "offload_params", None)
-    if not isinstance(wanted, bool):
-        raise FSDPTypeError(
-            f"argument 'cpu_offload': expected a CPUOffload or None, got {cpu_offload!r}. Pass "
-            "fsdp_dynamo.CPUOffload(offload_params=True)."
-        )
-    return CPUOffload(wanted, getattr(cpu_offload, "_pin_memory", True))
 
 
 def offloads(cpu_offload: CPUOffload, device: torch.device) -> bool:
@@ -278,21 +208,14 @@ def offloads(cpu_offload: CPUOffload, device: torch.device) -> bool:
     return wanted
 
 
-def prefetch_of(backward_prefetch: object | None) -> BackwardPrefetch | None:
-    """``backward_prefetch`` as our enum; accepts upstream's."""
-    if backward_prefetch is None:
-        return None
-    return coerce_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-
-
 def warn_of_cpu_start(
     module: nn.Module, group: dist.ProcessGroup, device_id: torch.device | None
 ) -> None:
-    """Warn where a module is on the CPU, the group is not, and nothing says to move it."""
+    """Warn if the module is on the CPU, the group cannot use it, and no ``device_id`` is given."""
     first = next(module.parameters(), None)
     if device_id is not None or first is None or first.device.type != "cpu":
         return
-    if not any(device.type == "cpu" for device in group._device_types):
+    if not serves_cpu(group):
         warnings.warn(
             "the module is on the CPU and the process group serves no CPU: pass device_id, or "
             "move the module before its first forward",
@@ -300,29 +223,50 @@ def warn_of_cpu_start(
         )
 
 
-def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
-    """A target's configuration: the root's, with what a policy's dict changes."""
-    known: dict[str, Callable[[Any], dict[str, Any]]] = {
-        "sharding_strategy": lambda v: {"strategy": _strategy_of_target(v, config)},
-        "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
-        "collective_precision": lambda v: {"collective_precision": coerce_collective_precision(v)},
-        "backward_prefetch": lambda v: {"backward_prefetch": prefetch_of(v)},
-        "forward_prefetch": lambda v: {"forward_prefetch": v},
-    }
-    values = dict(vars(config))
+_PER_UNIT = (
+    "sharding_strategy",
+    "mixed_precision",
+    "collective_precision",
+    "backward_prefetch",
+    "forward_prefetch",
+)
+
+
+def override(config: UnitConfig, overrides: Mapping[str, Any]) -> UnitConfig:
+    """Configuration of a module chosen by a policy: the root's with the policy's changes."""
+    changes: dict[str, Any] = {}
     for name, value in overrides.items():
-        if name not in known:
+        if name not in _PER_UNIT:
             raise UnsupportedError(
-                f"a policy's dict of constructor arguments: expected one of {', '.join(known)}, "
-                f"got '{name}'. Wrap that module by hand to give it other arguments."
+                "a policy's dict of constructor arguments: expected one of "
+                f"{', '.join(_PER_UNIT)}, got '{name}'. Wrap that module by hand to give it other "
+                "arguments."
             )
-        values.update(known[name](value))
-    return UnitConfig(**values)
+        changes[name] = converted(name, value)
+    if "sharding_strategy" in changes:
+        _check_dimensions(changes["sharding_strategy"], config.sharding_strategy)
+        strategy = effective_strategy(changes["sharding_strategy"], config.groups)
+        changes["sharding_strategy"] = strategy
+    return replace(config, **changes)
+
+
+def _check_dimensions(strategy: ShardingStrategy, root: ShardingStrategy) -> None:
+    """Raise if a unit's strategy needs other dimensions of ranks than its root's."""
+    is_alike = (strategy.is_hybrid, strategy.is_hierarchical) == (
+        root.is_hybrid,
+        root.is_hierarchical,
+    )
+    if not is_alike and strategy is not ShardingStrategy.NO_SHARD:
+        raise FSDPValueError(
+            "a policy's dict of constructor arguments: expected a strategy that goes with the "
+            f"root's {root.name}, got {strategy.name}. Give hybrid strategies, or "
+            "HIERARCHICAL_SHARD, to all units or to none; NO_SHARD goes with all."
+        )
 
 
 def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
-    """The dtype that a unit casts its floating-point inputs to; ``None``: not cast."""
-    precision = unit.config.precision
+    """Dtype that a unit casts its floating-point inputs to; ``None``: not cast."""
+    precision = unit.config.mixed_precision
     if precision is None or precision.param_dtype is None:
         return None
     own = precision.cast_forward_inputs and bool(unit.flats)
@@ -330,60 +274,41 @@ def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
     return precision.param_dtype if wanted else None
 
 
-def note_use_dtensor(given: bool | None) -> None:
-    """Warn of an argument that chose between two kinds of parameters, of which one is left."""
-    if given is not None:
-        warnings.warn(
-            f"use_dtensor={given} has no effect: parameters are DTensors, as FSDP2's. It is "
-            "deprecated: leave it out.",
-            FutureWarning,
-            stacklevel=3,
-        )
-
-
 # -- fsdp2 arguments -------------------------------------------------------------------------------
-# Arguments of ``fully_shard`` that are FSDP2's, as those of the wrapper.
-
-
-PlacementFn = Callable[[nn.Parameter], object]
+# Translate FSDP2's arguments of ``fully_shard`` into the wrapper's arguments.
 
 
 def strategy_for(
     strategy: ShardingStrategy | None, reshard_after_forward: object, mesh: DeviceMesh | None
 ) -> object | None:
-    """The strategy requested by any of the arguments of ``fully_shard``."""
+    """Return the strategy that ``strategy`` or ``reshard_after_forward`` requests."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise FSDPTypeError(
             f"argument 'mesh': expected a DeviceMesh, got {mesh!r}. Make one by "
             "init_device_mesh(), or pass a process group as process_group."
         )
+    is_hybrid = mesh is not None and mesh.ndim == 2
     if reshard_after_forward is None:
-        if strategy is None and mesh is not None and mesh.ndim == 2:
-            return ShardingStrategy.HYBRID_SHARD
-        return strategy
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        reshard_after_forward = reshard_after_forward != 1
-    if strategy is not None or not isinstance(reshard_after_forward, bool):
+        return ShardingStrategy.HYBRID_SHARD if strategy is None and is_hybrid else strategy
+    if strategy is not None or not isinstance(reshard_after_forward, int):
         raise FSDPValueError(
             "argument 'reshard_after_forward': expected True, False or None, and no strategy "
             f"beside it, got {reshard_after_forward!r} with strategy {strategy}. FULL_SHARD "
             "reshards after the forward, SHARD_GRAD_OP does not."
         )
-    if mesh is not None and mesh.ndim == 2:
-        hybrid = (ShardingStrategy.HYBRID_SHARD_ZERO2, ShardingStrategy.HYBRID_SHARD)
-        return hybrid[reshard_after_forward]
-    return (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)[reshard_after_forward]
+    # The number 1 means that each rank keeps all parameters, like False. But True == 1.
+    is_kept = reshard_after_forward is not True and reshard_after_forward in (False, 1)
+    if is_hybrid:
+        return ShardingStrategy.HYBRID_SHARD_ZERO2 if is_kept else ShardingStrategy.HYBRID_SHARD
+    return ShardingStrategy.SHARD_GRAD_OP if is_kept else ShardingStrategy.FULL_SHARD
 
 
 def ranks_after_forward(
     reshard_after_forward: object, mesh: DeviceMesh | None, group: object
 ) -> int | None:
-    """The number of ranks that hold a unit between its forward and its backward.
+    """Number of ranks that share a unit between forward and backward, if the user gives one.
 
-    ``None``: all or none, as the strategy says.
-
-    Raises:
-        FSDPValueError: it does not divide the number of shards.
+    Returns ``None`` where the strategy decides: all ranks, or this rank alone.
     """
     if isinstance(reshard_after_forward, bool) or not isinstance(reshard_after_forward, int):
         return None
@@ -402,37 +327,32 @@ def ranks_after_forward(
 
 
 def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
-    """The precision requested of ``fully_shard``, by our argument or by upstream's.
+    """Return ``mixed_precision``, or ``mp_policy`` as a ``MixedPrecision``.
 
-    ``mp_policy`` is a ``torch.distributed.fsdp.MixedPrecisionPolicy``: no module keeps its own
-    precision, and all units treat their inputs alike.
+    Unlike FSDP1's, a ``MixedPrecisionPolicy`` exempts no class of modules, and the root casts its
+    inputs as all units do.
     """
     if mp_policy is None:
         return mixed_precision
-    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if mixed_precision is not None or not all(hasattr(mp_policy, name) for name in names):
+    if mixed_precision is not None or not isinstance(mp_policy, fsdp.MixedPrecisionPolicy):
         raise FSDPTypeError(
             "argument 'mp_policy': expected a MixedPrecisionPolicy, and no mixed_precision beside "
             f"it, got {mp_policy!r}. Pass one of the two."
         )
-    param_dtype, reduce_dtype, output_dtype, casts = (getattr(mp_policy, n) for n in names)
     return MixedPrecision(
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        cast_forward_inputs=casts,
-        cast_root_forward_inputs=casts,
+        param_dtype=mp_policy.param_dtype,
+        reduce_dtype=mp_policy.reduce_dtype,
+        cast_forward_inputs=mp_policy.cast_forward_inputs,
+        cast_root_forward_inputs=mp_policy.cast_forward_inputs,
         _module_classes_to_ignore=(),
-        output_dtype=output_dtype,
+        output_dtype=mp_policy.output_dtype,
+        # Not in torch 2.11, the oldest version supported.
         _param_dtype_override_fn=getattr(mp_policy, "param_dtype_override_fn", None),
     )
 
 
 def keeps_dtype(param: nn.Parameter, fqn: str, precision: MixedPrecision | None) -> bool:
-    """Whether a ``MixedPrecisionPolicy`` lets a parameter compute in its own dtype.
-
-    Raises:
-        FSDPValueError: its function gives a dtype that is neither that nor ``param_dtype``.
-    """
+    """Whether ``param_dtype_override_fn`` lets a parameter compute in its own dtype."""
     if precision is None or precision._param_dtype_override_fn is None:
         return False
     wanted = precision._param_dtype_override_fn(param)
@@ -448,30 +368,23 @@ def keeps_dtype(param: nn.Parameter, fqn: str, precision: MixedPrecision | None)
 
 
 def offload_for(cpu_offload: CPUOffload | None, offload_policy: object | None) -> object | None:
-    """The offload requested, by our argument or by upstream's ``OffloadPolicy``."""
+    """Return ``cpu_offload``, or FSDP2's ``offload_policy`` as a ``CPUOffload``."""
     if offload_policy is None:
         return cpu_offload
-    kind = type(offload_policy).__name__
-    if cpu_offload is not None or kind not in ("OffloadPolicy", "CPUOffloadPolicy"):
+    if cpu_offload is not None or not isinstance(offload_policy, fsdp.OffloadPolicy):
         raise FSDPTypeError(
             "argument 'offload_policy': expected an OffloadPolicy or CPUOffloadPolicy, and no "
             f"cpu_offload beside it, got {offload_policy!r}. Pass one of the two."
         )
-    offloads = kind == "CPUOffloadPolicy"
-    return CPUOffload(offloads, getattr(offload_policy, "pin_memory", True))
+    if isinstance(offload_policy, fsdp.CPUOffloadPolicy):
+        return CPUOffload(True, offload_policy.pin_memory)
+    return CPUOffload()
 
 
 def dim_of(placement: object, param: nn.Parameter, fqn: str, num_shards: int) -> int:
-    """The dimension along which a parameter is to be sharded.
+    """Dimension along which a parameter is sharded among ``num_shards`` ranks.
 
-    Args:
-        placement: what the user's function says of it; ``None`` and ``Shard`` may come of it.
-        param: that is to be sharded.
-        fqn: of it.
-        num_shards: ranks that share it.
-
-    Raises:
-        UnsupportedError: another placement, or a dimension but the first that does not divide.
+    ``placement`` is the result of ``shard_placement_fn`` for the parameter.
     """
     if placement is None or placement == Shard(0):
         return 0
@@ -492,7 +405,7 @@ def dim_of(placement: object, param: nn.Parameter, fqn: str, num_shards: int) ->
 
 
 def outermost_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules of a list that are not inside another one of it, each once."""
+    """Modules of a list that are not inside another module of the list, each once."""
     given = list(dict.fromkeys(modules))
     inner = {below for module in given for below in module.modules() if below is not module}
     return [module for module in given if module not in inner]

@@ -1,11 +1,12 @@
-"""A wrapper's attributes by upstream's names: its settings, its ranks, its tensors, its state."""
+"""Attributes of the wrapper under FSDP1's names, and ``wrap`` / ``enable_wrap``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,15 +19,15 @@ from fsdp_dynamo.api import (
     MixedPrecision,
     ShardingStrategy,
     TrainingState,
+    converted,
 )
 from fsdp_dynamo.core.unit import UnitState
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
-from fsdp_dynamo.wrap.arguments import prefetch_of
 from fsdp_dynamo.wrap.unit_module import UnitModule
 
 
 def _fixed(get: Callable[[Any], Any]) -> property:
-    """An attribute that only a new wrapper can have another value of."""
+    """Read-only property whose setter says that a new wrapper is needed."""
 
     def refuse(self: WrapperAttributes, value: object) -> NoReturn:
         raise FSDPStateError(
@@ -38,7 +39,7 @@ def _fixed(get: Callable[[Any], Any]) -> property:
 
 
 class WrapperAttributes(UnitModule):
-    """Attributes of every wrapper, the nested ones too.
+    """Attributes of every wrapper, nested wrappers included.
 
     Source: the names are those of ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
@@ -47,35 +48,35 @@ class WrapperAttributes(UnitModule):
 
     @_fixed
     def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy in force: ``NO_SHARD`` in a group of one rank."""
-        return self._fsdp_own_unit.config.strategy
+        """Strategy in force; ``NO_SHARD`` in a group of one rank."""
+        return self._fsdp_own_unit.config.sharding_strategy
 
     @_fixed
     def cpu_offload(self) -> CPUOffload:
-        """As given; ``CPUOffload()`` if not given."""
+        """Argument ``cpu_offload``; ``CPUOffload()`` by default."""
         return self._fsdp_own_unit.config.cpu_offload
 
     @_fixed
     def mixed_precision(self) -> MixedPrecision:
-        """As given, or as a policy gave it to this unit; ``MixedPrecision()`` if not given."""
-        return self._fsdp_own_unit.config.precision or MixedPrecision()
+        """Precision of this unit, perhaps from a policy; ``MixedPrecision()`` by default."""
+        return self._fsdp_own_unit.config.mixed_precision or MixedPrecision()
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """Time of prefetching in the backward (``BackwardPrefetch``); may be set between steps.
+        """When the backward prefetches; may be changed between steps.
 
         Raises:
-            FSDPTypeError: set to something else.
+            FSDPTypeError: the new value is not a ``BackwardPrefetch``.
         """
         return self._fsdp_own_unit.config.backward_prefetch
 
     @backward_prefetch.setter
     def backward_prefetch(self, wanted: BackwardPrefetch | None) -> None:
-        self._fsdp_change(backward_prefetch=prefetch_of(wanted))
+        self._fsdp_change(backward_prefetch=converted("backward_prefetch", wanted))
 
     @property
     def forward_prefetch(self) -> bool | None:
-        """Whether the forward prefetches, as the argument says; may be set between steps."""
+        """Argument ``forward_prefetch``; may be changed between steps."""
         return self._fsdp_own_unit.config.forward_prefetch
 
     @forward_prefetch.setter
@@ -84,7 +85,7 @@ class WrapperAttributes(UnitModule):
 
     @property
     def limit_all_gathers(self) -> bool:
-        """As given or set; at most one unit is gathered ahead in any case."""
+        """Argument ``limit_all_gathers``, which has no effect: at most one unit is prefetched."""
         return self._fsdp_own_unit.config.limit_all_gathers
 
     @limit_all_gathers.setter
@@ -99,12 +100,12 @@ class WrapperAttributes(UnitModule):
 
     @_fixed
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that shard this unit; with a hybrid strategy, those of one replica."""
+        """Ranks that shard this unit; with a hybrid strategy, the ranks of one replica."""
         return self._fsdp_own_unit.config.groups.shard
 
     @_fixed
     def rank(self) -> int:
-        """This rank's number in ``process_group``."""
+        """Rank of this process in ``process_group``."""
         return self._fsdp_own_unit.config.groups.shard.rank()
 
     @_fixed
@@ -114,7 +115,7 @@ class WrapperAttributes(UnitModule):
 
     @_fixed
     def compute_device(self) -> torch.device:
-        """Where forward and backward run; shards may be elsewhere (``cpu_offload``)."""
+        """Device of forward and backward; ``cpu_offload`` keeps shards elsewhere."""
         units = (self._fsdp_own_unit, *self._fsdp_own_root.units)
         devices = (flat.device for unit in units for flat in unit.flats)
         return next(devices, torch.device("cpu"))
@@ -123,19 +124,19 @@ class WrapperAttributes(UnitModule):
 
     @_fixed
     def params(self) -> list[torch.Tensor]:
-        """This rank's shard of each flat parameter of the unit, ``(padded_numel / N,)``.
+        """Shards of the unit's flat parameters on this rank, each ``(padded_numel / N,)``.
 
-        There is one for each dtype, each kind of ``requires_grad`` and each precision. None of them
-        is an ``nn.Parameter`` or in ``parameters()``.
+        A unit has one flat parameter per combination of dtype, ``requires_grad`` and precision. The
+        shards are plain tensors; ``parameters()`` does not return them.
         """
         return [flat.sharded for flat in self._fsdp_unit.flats]
 
     @_fixed
     def flat_param(self) -> torch.Tensor | None:
-        """The only one of ``params``; ``None`` for a unit without parameters.
+        """Only item of ``params``; ``None`` for a unit without parameters.
 
         Raises:
-            UnsupportedError: there are several.
+            UnsupportedError: the unit has several flat parameters.
         """
         shards = self.params
         if len(shards) > 1:
@@ -154,7 +155,7 @@ class WrapperAttributes(UnitModule):
 
     @_fixed
     def training_state(self) -> TrainingState:
-        """Current activity of this unit."""
+        """Activity of this unit now."""
         unit = self._fsdp_own_unit
         if unit.machine.state is UnitState.SUMMON_FULL_PARAMS or unit.is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS
@@ -164,37 +165,30 @@ class WrapperAttributes(UnitModule):
 
 
 # -- annotations -----------------------------------------------------------------------------------
-# Modules that are marked for wrapping where they are built: ``wrap`` and ``enable_wrap``.
+# ``wrap(module)`` in a constructor marks a submodule; ``enable_wrap`` says how to wrap it.
 
 
-@dataclass(frozen=True)
-class _Wrapping:
-    """Arguments of the open ``enable_wrap``."""
-
-    wrapper_cls: Callable[..., nn.Module]
-    arguments: dict[str, Any]
-
-
-_open: ContextVar[_Wrapping | None] = ContextVar("_open", default=None)
+_open: ContextVar[Callable[..., nn.Module] | None] = ContextVar("_open", default=None)
+"""Wrapper class of the open ``enable_wrap`` with its arguments."""
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Let ``wrap`` wrap modules while open; elsewhere it returns them as they are.
+    """Make ``wrap`` wrap modules inside this context; outside it returns modules unchanged.
 
     Args:
-        wrapper_cls: for example ``FullyShardedDataParallel``.
-        wrapper_kwargs: its arguments, for all modules.
+        wrapper_cls: wrapper class, for example ``FullyShardedDataParallel``.
+        wrapper_kwargs: its arguments.
 
     Raises:
-        UnsupportedError: opened within another one.
+        UnsupportedError: another ``enable_wrap`` is open.
     """
     if _open.get() is not None:
         raise UnsupportedError(
             "enable_wrap(): expected one enable_wrap() at a time, got a second one inside the "
             "first. Give wrap() the arguments that differ."
         )
-    token = _open.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    token = _open.set(partial(wrapper_cls, **wrapper_kwargs))
     try:
         yield
     finally:
@@ -202,16 +196,14 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap a module if an ``enable_wrap`` is open.
+    """Wrap a module if an ``enable_wrap`` context is open.
 
     Args:
-        module: what to wrap.
-        wrap_overrides: arguments in place of those of ``enable_wrap``.
+        module: module to wrap.
+        wrap_overrides: arguments that replace those of ``enable_wrap``.
 
     Returns:
-        The wrapper; without an open ``enable_wrap``, ``module`` itself.
+        The wrapper; outside ``enable_wrap``, ``module`` itself.
     """
-    wrapping = _open.get()
-    if wrapping is None:
-        return module
-    return wrapping.wrapper_cls(module, **{**wrapping.arguments, **wrap_overrides})
+    wrapper = _open.get()
+    return module if wrapper is None else wrapper(module, **wrap_overrides)

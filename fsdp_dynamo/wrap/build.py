@@ -1,4 +1,4 @@
-"""From a module tree to units: who owns which parameter, in which order, in which group."""
+"""Assign the parameters of a module tree to units, check them, and build the units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed._composable.contract import (  # no public way to ask
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
+from fsdp_dynamo.api import MixedPrecision
 from fsdp_dynamo.core.dtensors import check_parallel, refuse_tensor_hooks
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.gather_hooks import HookedFlatParameter, has_gather_hooks
@@ -49,7 +49,7 @@ _TORCHS_UNITS = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
 
 @dataclass
 class Ignored:
-    """Modules and single parameters that a unit does not manage."""
+    """Modules and parameters that units do not manage."""
 
     modules: set[nn.Module] = field(default_factory=set)
     parameters: set[nn.Parameter] = field(default_factory=set)
@@ -57,7 +57,11 @@ class Ignored:
 
 @dataclass
 class _Occurrence:
-    """One place of a parameter, and the chain of units above it, outermost first."""
+    """One place of a parameter in the tree.
+
+    Attributes:
+        chain: owners of units above it, outermost first.
+    """
 
     module: nn.Module
     name: str
@@ -70,10 +74,9 @@ def collect_ignored(
     ignored_modules: Iterable[object] | None,
     ignored_states: Iterable[object] | None,
 ) -> Ignored:
-    """Read the two arguments; ignored modules' subtrees and parameters are ignored too.
+    """Collect what the two arguments ignore, subtrees of modules included.
 
-    Modules and parameters ignored by nested units stay ignored; so do modules that torch's own
-    ``replicate`` manages.
+    Also ignored: what nested units ignore, and modules that torch's own ``replicate`` manages.
     """
     result = Ignored()
     for item in [*(ignored_modules or ()), *(ignored_states or ())]:
@@ -106,25 +109,21 @@ def collect_ignored(
 
 
 def _is_replicated_by_torch(module: nn.Module) -> bool:
-    """Whether torch's own composable ``replicate`` averages the gradients of a subtree."""
+    """Whether torch's own composable ``replicate`` averages the gradients of this subtree."""
     return "replicate" in (_get_registry(module) or ())
 
 
 def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
-    """Let a composable function of torch's have been called on a module, with this state.
+    """Register a state of torch's composable function ``api`` on a module, as the function would.
 
-    Others ask for it: ``replicate`` leaves out what ``fully_shard`` was called on.
+    Other functions look for it: torch's ``replicate`` skips modules that ``fully_shard`` manages.
     """
     module.__dict__.setdefault(STATE_KEY, {})[api.__wrapped__] = state
     module.__dict__.setdefault(REGISTRY_KEY, {})[api.__name__] = RegistryItem()
 
 
-class Together(nn.Module):
-    """Above the modules of one unit, while it is made; no part of the user's model.
-
-    Args:
-        modules: called by their positions.
-    """
+class CommonParent(nn.Module):
+    """Temporary parent of the modules that become one unit; not part of the user's model."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -134,12 +133,12 @@ class Together(nn.Module):
 
 @dataclass(frozen=True)
 class Planned:
-    """Units that can be built: everything is checked, and nothing is changed yet.
+    """Units to build, fully checked; nothing has been changed yet.
 
     Attributes:
-        owned: parameters of each unit, by its outermost module, the root's first.
+        owned: parameters of each unit by its outermost module, the root's first.
         paths: FQN of each unit's module.
-        late: ids of parameters that come after a unit nested in their own.
+        late: ids of parameters that come after a nested unit in the walk over the tree.
     """
 
     owned: dict[nn.Module, list[OriginalParameter]]
@@ -154,17 +153,11 @@ def plan_units(
     config_of: Callable[[nn.Module], UnitConfig],
     values: InitialValues,
 ) -> Planned:
-    """Check what one unit for ``root`` and one for each target would be made of.
+    """Assign every parameter below ``root`` to a unit, and check it; changes nothing.
 
-    A parameter that several modules hold belongs to the innermost unit above all of them, so
-    that it is unsharded before the first of its users runs.
-
-    Args:
-        root: the module that the outermost of these units wraps.
-        targets: modules below it that become units of their own.
-        ignored: what stays as it is.
-        config_of: the configuration of each unit.
-        values: where parameters get their values from, before they are sharded.
+    A parameter that several modules hold belongs to the innermost unit that contains them all, so
+    that it is unsharded before the first of them runs. ``targets`` are the modules below ``root``
+    that become units.
     """
     owners = set(targets)
     places: dict[nn.Parameter, list[_Occurrence]] = {}
@@ -190,7 +183,9 @@ def plan_units(
             config = config_of(owner)
             check_parallel(original.param, fqn, config.groups.all, config.mesh)
             _check_embeddings(original, fqn)
-            original.keeps_dtype = keeps_dtype(original.param, fqn, config_of(owner).precision)
+            original.keeps_dtype = keeps_dtype(
+                original.param, fqn, config_of(owner).mixed_precision
+            )
     values.check([original for originals in owned.values() for original in originals])
     return Planned(owned, paths, late)
 
@@ -198,7 +193,7 @@ def plan_units(
 def build_units(
     planned: Planned, config_of: Callable[[nn.Module], UnitConfig], values: InitialValues
 ) -> dict[nn.Module, Unit]:
-    """Make the units, each with all of its parameters, already sharded."""
+    """Build and shard all units; returns them by their outermost module."""
     owned = planned.owned
     for originals in owned.values():
         for original in originals:
@@ -215,15 +210,15 @@ def build_units(
     for owner, originals in owned.items():
         for original in originals:
             mark_managed(original.param, join_fqn(planned.paths[owner], original.fqn))
-        _keep_own_precision(originals, config_of(owner).precision)
+        _keep_own_precision(originals, config_of(owner).mixed_precision)
     return {owner: built[owner] for owner in owned}
 
 
 class _Walk:
-    """All places of parameters, left to right, depth first; units that exist are not entered.
+    """Depth-first walk over all places of parameters, without units that exist already.
 
     Attributes:
-        late: FQNs of parameters that come after a unit nested in their own.
+        late: FQNs of parameters that come after a nested unit of their owner.
     """
 
     def __init__(
@@ -296,7 +291,7 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
 
 
 def _check_is_plain(param: nn.Parameter, fqn: str) -> None:
-    """Raise for tensors that are more than their elements: a flat parameter would drop the rest."""
+    """Raise for a tensor that is more than its elements: sharding would drop the rest."""
     kind = type(param)
     derived = issubclass(kind, nn.Parameter) and kind is not nn.Parameter
     if not (derived or is_traceable_wrapper_subclass(param)) or isinstance(param, DTensor):
@@ -352,7 +347,7 @@ def _build_unit(
     late: set[int],
     device: torch.device,
 ) -> Unit:
-    precision = config.precision
+    precision = config.mixed_precision
     kept = _modules_in_own_precision(originals, precision)
     late = late if _is_worth_splitting(originals, late) else set()
     overridden = None if precision is None else replace(precision, param_dtype=None)
@@ -369,7 +364,7 @@ def _build_unit(
         (HookedFlatParameter if has_hooks else FlatParameter)(
             members,
             config.groups,
-            sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
+            sharded_strategy=config.is_sharded,
             precision=(precision, overridden, None)[chosen],
             offload=config.offload,
             mesh=config.mesh,
@@ -378,15 +373,15 @@ def _build_unit(
         )
         for (_, _, chosen, _, has_hooks), members in groups.items()
     ]
-    modules = [*module.children()] if isinstance(module, Together) else [module]
+    modules = [*module.children()] if isinstance(module, CommonParent) else [module]
     return Unit(modules, flats, config)
 
 
 def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[int]) -> bool:
     """Whether parameters before and after nested units get flat parameters of their own.
 
-    Then the embedding's all-gather alone precedes the forward, and the head's gradient is reduced
-    while the blocks' backward runs. Small ones are not worth a second launch.
+    With a split, only the embedding's all-gather precedes the forward, and the head's gradient is
+    reduced during the backward of the blocks. Small parameters are not worth a second launch.
     """
     numbers = [0, 0]
     for original in originals:
@@ -398,7 +393,7 @@ def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[int]) 
 def _modules_in_own_precision(
     originals: Sequence[OriginalParameter], precision: MixedPrecision | None
 ) -> dict[nn.Module, torch.dtype]:
-    """Modules that mixed precision leaves alone, and the dtype that they compute in."""
+    """Modules that mixed precision leaves alone, and the dtype that each computes in."""
     if precision is None or precision.param_dtype is None:
         return {}
     kept: dict[nn.Module, torch.dtype] = {}
@@ -412,7 +407,7 @@ def _modules_in_own_precision(
 def _keep_own_precision(
     originals: Sequence[OriginalParameter], precision: MixedPrecision | None
 ) -> None:
-    """Let modules that mixed precision leaves alone cast their inputs and outputs."""
+    """Make modules that mixed precision leaves alone cast their inputs and outputs."""
     for module, dtype in _modules_in_own_precision(originals, precision).items():
         keep_module_precision(module, dtype)
 
@@ -420,10 +415,9 @@ def _keep_own_precision(
 def cast_buffers(
     modules: Iterable[tuple[str, nn.Module]], precision: MixedPrecision | None
 ) -> dict[str, torch.dtype]:
-    """Cast the floating-point buffers of a unit's modules, but of those in their own precision.
+    """Cast floating-point buffers to ``buffer_dtype``, except in modules with their own precision.
 
-    Returns:
-        By FQN the dtypes that they had.
+    Returns the previous dtypes of the buffers that were cast, by FQN.
     """
     dtypes: dict[str, torch.dtype] = {}
     if precision is None or precision.buffer_dtype is None:
@@ -443,7 +437,7 @@ def cast_buffers(
 def restore_buffers(
     modules: Iterable[tuple[str, nn.Module]], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Cast buffers back to the dtypes that ``cast_buffers`` has returned."""
+    """Cast buffers back to the dtypes that ``cast_buffers`` returned."""
     for name, module in modules:
         for buffer_name, buffer in module._buffers.items():
             dtype = dtypes.get(join_fqn(name, buffer_name))
@@ -452,10 +446,10 @@ def restore_buffers(
 
 
 def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
-    """Mark modules as managed: Dynamo never makes constants of their parameters.
+    """Mark modules as managed, so that Dynamo never turns their parameters into constants.
 
-    ``torch._dynamo.variables.builder`` looks for these two attributes. Since torch 2.11 parameters
-    of all modules are inputs of a graph, except where it is prepared for freezing.
+    ``torch._dynamo.variables.builder`` reads these two attributes. Parameters of all modules are
+    graph inputs anyway, except when Inductor prepares a graph for freezing.
     """
     for module in modules:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -463,7 +457,7 @@ def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
 
 
 def managed_modules_of(unit: Unit, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
-    """Managed modules below all modules of a unit, with the names that it gives them."""
+    """Managed modules below all modules of a unit, with their names in the unit."""
     if len(unit.modules) == 1:
         yield from managed_modules(unit.modules[0], ignored)
         return
@@ -475,10 +469,9 @@ def managed_modules_of(unit: Unit, ignored: Ignored) -> Iterator[tuple[str, nn.M
 def managed_modules(
     root: nn.Module, ignored: Ignored, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """``root`` and all modules below it that are neither ignored nor in a nested unit.
+    """``root`` and the modules below it that are neither ignored nor in a nested unit.
 
-    Each comes once, or once for each place that it has, with its plain FQN, in the order of
-    ``modules()``.
+    Modules have plain FQNs and come in the order of ``modules()``; once each, or once per place.
     """
 
     def enters(module: nn.Module) -> bool:

@@ -1,15 +1,15 @@
-"""fully_shard: units without a wrapper, on the same core.
+"""fully_shard: make modules units in place, without a wrapper.
 
-The module stays the user's object and keeps its attributes, FQNs and hooks; its class becomes a
-subclass made of ``FSDPModule`` and its own. The unit's hooks run around the whole call, the user's
-forward hooks inside, as with the wrapper.
+A module stays the same object and keeps its attributes, FQNs and hooks. Its class becomes a
+subclass of ``FSDPModule`` and of its previous class. The unit's hooks run around the whole call and
+the user's forward hooks inside, as with the wrapper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,23 +17,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.api import (
+    Arguments,
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
+    PlacementFn,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    UnitArguments,  # noqa: F401  # named in the docstring
+    collect_arguments,
     settings_of,
 )
 from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph, is_skipped
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.wrap.arguments import (
-    PlacementFn,
     check_module,
-    note_use_dtensor,
     offload_for,
     outermost_of,
     precision_for,
@@ -41,23 +43,26 @@ from fsdp_dynamo.wrap.arguments import (
     strategy_for,
     without_forward,
 )
-from fsdp_dynamo.wrap.build import Together
-from fsdp_dynamo.wrap.construct import Arguments, construct
+from fsdp_dynamo.wrap.build import CommonParent
+from fsdp_dynamo.wrap.construct import construct
 from fsdp_dynamo.wrap.fsdp2_methods import TorchFSDPModule, let_pipelines_end_backwards
 from fsdp_dynamo.wrap.unit_module import UnitModule
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 
 _SHARDED = settings_of(
     StateDictType.SHARDED_STATE_DICT,
     ShardedStateDictConfig(shares_memory=True),
     ShardedOptimStateDictConfig(shares_memory=True),
 )
-"""Settings of state dicts with DTensors, as FSDP2's are."""
+"""State dicts contain DTensors that share the parameters' memory, as FSDP2's do."""
 
 
 class FSDPModule(UnitModule, TorchFSDPModule):
-    """Methods that ``fully_shard`` adds to a module's class.
+    """Methods that ``fully_shard`` adds to a module.
 
-    An instance of ``torch.distributed.fsdp.FSDPModule``, too, whose methods they are.
+    Also a subclass of ``torch.distributed.fsdp.FSDPModule``, so that ``isinstance`` checks of other
+    libraries hold.
     """
 
     _fsdp_entry = "_call_impl"
@@ -72,7 +77,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
 
 def fully_shard(
-    module: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
+    module: ModuleT,
     *,
     policy: object | None = None,
     mesh: DeviceMesh | None = None,
@@ -93,10 +98,9 @@ def fully_shard(
     device_id: int | str | torch.device | None = None,
     sync_module_states: bool = False,
     reduction_group: dist.ProcessGroup | None = None,
-    use_dtensor: bool | None = None,
     collective_precision: CollectivePrecision | None = None,
     unsharded_budget_bytes: int | None = None,
-) -> Any:
+) -> ModuleT:
     """Make a module a unit in place; with a policy, submodules of it too.
 
     Without a policy call it innermost first: on every block, then on the model. The outermost
@@ -106,83 +110,53 @@ def fully_shard(
     ``to_empty()`` or loading, unless ``param_init_fn`` or ``sync_module_states`` give them values.
 
     Args:
-        module: what to shard; a compiled module is sharded below its ``torch.compile``. The modules
-            of a list become one unit, gathered before the first of them runs and resharded after
-            the last; those that are inside another one belong to it.
-        policy: ``auto_wrap_policy`` of ``FullyShardedDataParallel``.
-        mesh: its ``device_mesh``. A 2-D one (replicas, shards) without a strategy is a hybrid one.
-        process_group: its argument of this name.
-        strategy: its ``sharding_strategy``.
+        module: module to shard; a compiled module is sharded below its ``torch.compile``. The
+            modules of a list become one unit, gathered before the first of them runs and resharded
+            after the last; modules inside another one of the list belong to it.
+        policy: ``auto_wrap_policy`` of ``Arguments``.
+        mesh: ``device_mesh`` of ``Arguments``. A 2-D mesh (replicas, shards) implies a hybrid
+            strategy.
+        strategy: ``sharding_strategy`` of ``UnitArguments``.
         reshard_after_forward: in place of ``strategy``: ``False`` keeps parameters unsharded until
-            the backward. A number of ranks, which divides that of the shards, spreads them over so
-            many after the forward, and the backward gathers them there (eager and hooks mode).
-        mixed_precision: its argument of this name.
-        shard_placement_fn: called with each parameter, before anything is changed; returns ``None``
-            or ``Shard``. Other dimensions than the first must divide by the number of shards.
-        mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``, in place of ``mixed_precision``.
-        offload_policy: ``OffloadPolicy`` or ``CPUOffloadPolicy`` of ``torch.distributed.fsdp``, in
+            the backward. A number of ranks, which divides the number of shards: parameters stay
+            sharded over so many ranks after the forward, and the backward gathers among them
+            (eager and hooks mode).
+        mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy`` in place of ``mixed_precision``.
+        offload_policy: ``OffloadPolicy`` or ``CPUOffloadPolicy`` of ``torch.distributed.fsdp`` in
             place of ``cpu_offload``.
-        cpu_offload: its argument of this name.
-        backward_prefetch: its argument of this name.
-        forward_prefetch: its argument of this name.
-        ignored_modules: its argument of this name.
-        ignored_states: its argument of this name.
         ignored_params: parameters that stay as they are.
-        param_init_fn: its argument of this name.
-        device_id: its argument of this name.
-        sync_module_states: its argument of this name.
-        reduction_group: its argument of this name.
-        collective_precision: its argument of this name.
-        unsharded_budget_bytes: its argument of this name, with ``reshard_after_forward=False`` too.
-        use_dtensor: deprecated; parameters are DTensors.
+
+    For the other arguments see ``Arguments`` and see ``UnitArguments``.
 
     Returns:
-        What was given; the class of each module is now a subclass of ``FSDPModule`` and of its own.
+        ``module``; the class of each module is now a subclass of ``FSDPModule`` and of its previous
+        class.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed.
 
-    Source: ``torch.distributed.fsdp.fully_shard``, whose ``mesh``, ``reshard_after_forward``,
-    ``shard_placement_fn``, ``mp_policy``, ``offload_policy`` and ``ignored_params`` these are; FSDP
-    (arXiv:2304.11277).
+    Source: ``torch.distributed.fsdp.fully_shard``; FSDP (arXiv:2304.11277).
     """
-    num_ranks = ranks_after_forward(reshard_after_forward, mesh, process_group)
-    note_use_dtensor(use_dtensor)
-    given = Arguments(
-        process_group=process_group,
+    given = collect_arguments(
+        locals(),
         sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
+        mixed_precision=precision_for(mixed_precision, mp_policy),
         cpu_offload=offload_for(cpu_offload, offload_policy),
         auto_wrap_policy=policy,
-        backward_prefetch=backward_prefetch,
-        mixed_precision=precision_for(mixed_precision, mp_policy),
-        ignored_modules=[*(ignored_modules or ())],
-        ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
-        param_init_fn=param_init_fn,
-        device_id=device_id,
-        sync_module_states=sync_module_states,
-        forward_prefetch=forward_prefetch,
         device_mesh=mesh,
-        reduction_group=reduction_group,
-        state_dict_settings=_SHARDED,
-        collective_precision=collective_precision,
-        unsharded_budget_bytes=unsharded_budget_bytes,
-        may_lack_values=True,
-        shard_placement_fn=shard_placement_fn,
+        ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
     )
-    if not isinstance(module, (list, tuple)):
-        _shard([module], given, num_ranks)
-    else:
+    num_ranks = ranks_after_forward(reshard_after_forward, mesh, process_group)
+    if isinstance(module, Sequence):
         _check_list(module, policy)
         _shard(module, given, num_ranks)
+    else:
+        _shard([module], given, num_ranks)
     return module
 
 
 def _target_of(module: nn.Module) -> nn.Module:
-    """The module to shard, of a compiled one what is compiled.
-
-    Raises:
-        FSDPError: it cannot be a unit.
-    """
+    """Return the module to shard; below a ``torch.compile``, the compiled module."""
     target: nn.Module = module
     if isinstance(module, torch._dynamo.OptimizedModule):
         target = module._orig_mod
@@ -205,17 +179,19 @@ def _check_list(modules: Sequence[nn.Module], policy: object) -> None:
 
 
 def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None) -> None:
-    """Make one unit of modules that are beside each other."""
+    """Make one unit of one or several modules."""
     targets = outermost_of(map(_target_of, modules))
-    made = construct(targets[0] if len(targets) == 1 else Together(targets), given)
+    root = targets[0] if len(targets) == 1 else CommonParent(targets)
+    made = construct(root, given, may_stay_on_meta=True)
     for unit in made.units.values():
+        unit.state_dict_settings = _SHARDED
         if num_ranks is not None:
             unit.settings.regathers_among = part_of(unit.config.groups.shard, num_ranks)
         for owner in unit.modules:
-            owner.__class__ = _class_for(type(owner))
+            owner.__class__ = _class_for(type(owner))  # type: ignore[arg-type]
             assert isinstance(owner, FSDPModule)
             owner._fsdp_setup(unit, made.ignored, may_compile=True)
-            # module.compile() of before would run without the hooks: they run around it.
+            # An earlier module.compile() would bypass the hooks. Run its result inside them.
             owner._fsdp_compiled_before = owner.__dict__.pop("_compiled_call_impl", None)
             let_pipelines_end_backwards(owner)
     assert isinstance(targets[0], FSDPModule)
@@ -226,7 +202,7 @@ def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None
 
 
 def _keep_compiled(module: torch._dynamo.OptimizedModule) -> None:
-    """Let a module that was compiled before run compiled, with the unit's hooks around it."""
+    """Run a module that was compiled before as one graph, with the unit's hooks around it."""
     target = module._orig_mod
     if isinstance(target, FSDPModule):
         body = compiled_as_one_graph(module, target._fsdp_body(), target._fsdp_unit.shapes)
@@ -235,56 +211,50 @@ def _keep_compiled(module: torch._dynamo.OptimizedModule) -> None:
             module.forward = target.__call__
 
 
-def replicate(module: nn.Module, **arguments: Any) -> nn.Module:
+def replicate(module: ModuleT, **arguments: Any) -> ModuleT:
     """Make a module a unit whose parameters stay whole and whose gradients are averaged.
 
-    Below a module of ``fully_shard`` it is a unit like any other: its subtree is left out of those
-    above it. Call it first.
+    Call it before ``fully_shard``. Below a module of ``fully_shard`` it is a nested unit.
 
     Args:
-        module: the module.
-        arguments: those of ``fully_shard`` but ``strategy`` and ``reshard_after_forward``.
+        module: module to replicate.
+        arguments: arguments of ``fully_shard`` except ``strategy`` and ``reshard_after_forward``.
 
     Returns:
-        The same object.
+        The same module.
 
     Raises:
         FSDPError: see ``fully_shard``.
     """
-    made: nn.Module = fully_shard(module, strategy=ShardingStrategy.NO_SHARD, **arguments)
-    return made
+    return fully_shard(module, strategy=ShardingStrategy.NO_SHARD, **arguments)
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def _class_for(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a module's class that is a unit.
+    """Return the unit subclass of a module's class.
 
-    All modules of a class have one, since Dynamo tells them apart by class.
+    There is one per class, since Dynamo's guards compare classes.
     """
-    if cls not in _classes:
 
-        def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
-            return cls(*args, **kwargs)  # ``type(module)(...)``, as nn.Sequential slices itself
+    def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
+        return cls(*args, **kwargs)  # ``type(module)(...)``, as nn.Sequential slices itself
 
-        members = {"__new__": new, "__doc__": cls.__doc__, "__module__": cls.__module__}
-        if is_skipped(cls.forward):
-            members["forward"] = _compiled_forward(cls)
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
-    return _classes[cls]
+    members = {"__new__": new, "__doc__": cls.__doc__, "__module__": cls.__module__}
+    if is_skipped(cls.forward):
+        members["forward"] = _compiled_forward(cls)
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
 
 
 def _compiled_forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    """Forward of a class of torch.nn, in a frame that Dynamo compiles.
+    """Wrap the forward of a class of torch.nn in a frame that Dynamo compiles.
 
-    Dynamo would put a frame of its own around the whole call: one for all models of a process,
-    which would share its limit of graphs.
+    Dynamo skips torch.nn's own frames. It would compile its frame around the whole call instead,
+    which all models of a process share, along with its recompile limit.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(self, *args, **kwargs)
 
-    # By the name of the code Dynamo looks up which sizes have changed.
+    # Dynamo remembers which sizes are dynamic by the name of the code object.
     forward.__code__ = forward.__code__.replace(co_name=f"{cls.__name__}_forward")
     return wraps(cls.forward)(forward)

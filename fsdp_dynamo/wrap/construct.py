@@ -1,31 +1,24 @@
-"""From a module and the user's arguments to units, for the wrapper and for ``fully_shard``."""
+"""Shared constructor of ``FSDP`` and ``fully_shard``: check arguments, choose units, build them."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_dynamo.api import (
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictSettings,
-    coerce_collective_precision,
-    coerce_mixed_precision,
-)
-from fsdp_dynamo.comm.exit_callbacks import let_gloo_settle_at_exit, register_exit_callback
+from fsdp_dynamo.api import Arguments, MixedPrecision, PlacementFn
+from fsdp_dynamo.comm.exit_callbacks import register_exit_callback, wait_for_gloo_at_exit
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.core.gather_hooks import check_gather_hooks, has_gather_hooks
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.health.comparison import require_same
 from fsdp_dynamo.health.flight_recorder import record_flight_by_default
 from fsdp_dynamo.health.notices import announce_failure, link_groups
@@ -40,11 +33,9 @@ from fsdp_dynamo.module_tree import (
 )
 from fsdp_dynamo.wrap import arguments, build
 from fsdp_dynamo.wrap.arguments import (
-    PlacementFn,
     dim_of,
     effective_strategy,
     override,
-    strategy_of,
     warn_of_cpu_start,
 )
 from fsdp_dynamo.wrap.build import Ignored, managed_modules
@@ -52,64 +43,40 @@ from fsdp_dynamo.wrap.deferred_init import InitialValues, device_for
 from fsdp_dynamo.wrap_policy import Targets, run_policy
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-"""Upstream's environment variable: ``1``: modules that evaluate leave ``MixedPrecision`` out."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The user's arguments, unchecked; ``FullyShardedDataParallel`` documents each."""
-
-    process_group: object | None
-    sharding_strategy: object | None
-    cpu_offload: object | None
-    auto_wrap_policy: object | None
-    backward_prefetch: object | None
-    mixed_precision: object | None
-    ignored_modules: Iterable[object] | None
-    ignored_states: Iterable[object] | None
-    param_init_fn: Callable[[nn.Module], None] | None
-    device_id: int | str | torch.device | None
-    sync_module_states: bool
-    forward_prefetch: bool | None
-    device_mesh: DeviceMesh | None
-    reduction_group: dist.ProcessGroup | None
-    limit_all_gathers: bool = True
-    shard_placement_fn: PlacementFn | None = None
-    state_dict_settings: StateDictSettings = field(default_factory=StateDictSettings)
-    may_lack_values: bool = False
-    collective_precision: object | None = None
-    unsharded_budget_bytes: int | None = None
+"""FSDP1's environment variable: ``1`` makes evaluation ignore ``MixedPrecision``."""
 
 
 @dataclass(frozen=True)
 class Constructed:
-    """New units, already sharded; modules are not changed in any other respect.
+    """New units, sharded; modules are otherwise unchanged.
 
     Attributes:
         units: by their outermost module, the root's first.
-        ignored: what was left alone.
+        ignored: modules and parameters that the units do not manage.
     """
 
     units: dict[nn.Module, Unit]
     ignored: build.Ignored
 
 
-def construct(module: nn.Module, given: Arguments) -> Constructed:
-    """Check all arguments, then shard the parameters of ``module`` and of what a policy finds.
+def construct(
+    module: nn.Module, given: Arguments, *, may_stay_on_meta: bool = False
+) -> Constructed:
+    """Check all arguments, then shard the parameters of ``module``.
 
     Args:
-        module: the root of the new units.
+        module: module of the outermost new unit.
         given: the user's arguments.
+        may_stay_on_meta: whether parameters without initial values stay on the meta device.
 
     Raises:
-        FSDPError: one of its subclasses, before anything is changed; but where an initialisation
-            fails after units have their values, these are sharded: build the model anew.
+        FSDPError: a subclass, before anything is changed. If deferred initialization fails halfway,
+            however, some units are sharded already and the model must be built anew.
     """
     arguments.check_whole_units(module)
     arguments.check_inference(module)
-    strategy = strategy_of(given.sharding_strategy)
-    check_budget(given.unsharded_budget_bytes, strategy)
-    is_state_dict_value = dist.is_initialized()  # otherwise, making a group warns
+    strategy = given.sharding_strategy
+    is_given = dist.is_initialized()  # without a default group, groups_of creates one and warns
     groups = groups_of(
         given.process_group,
         given.device_mesh,
@@ -117,63 +84,65 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         is_hybrid=strategy.is_hybrid,
         is_hierarchical=strategy.is_hierarchical,
     )
-    if is_state_dict_value:
+    if is_given:
         arguments.warn_of_one_rank(strategy, groups)
-    arguments.check_init_fn(given.param_init_fn)
-    device_id = arguments.device_of(given.device_id)
-    device = device_for(module, groups.shard, device_id)
-    cpu_offload = arguments.cpu_offload_of(given.cpu_offload)
-    warn_of_cpu_start(module, groups.shard, device_id)
+    device = device_for(module, groups.shard, given.device_id)
+    offload = arguments.offloads(given.cpu_offload, device)
+    warn_of_cpu_start(module, groups.shard, given.device_id)
     begin_run(groups.all, device)
-    link_groups(groups.every)
-    let_gloo_settle_at_exit()
+    link_groups(groups.communicators)
+    wait_for_gloo_at_exit()
     register_exit_callback(announce_failure)
     record_flight_by_default()
-    mesh = None if groups.hierarchy else given.device_mesh  # whose order of shards is another one
+    kept = replace(given, sharding_strategy=effective_strategy(strategy, groups)).for_units()
     config = UnitConfig(
         groups=groups,
-        strategy=effective_strategy(strategy, groups),
-        precision=coerce_mixed_precision(given.mixed_precision),
-        backward_prefetch=arguments.prefetch_of(given.backward_prefetch),
-        forward_prefetch=given.forward_prefetch,
-        offload=arguments.offloads(cpu_offload, device),
-        cpu_offload=cpu_offload,
-        limit_all_gathers=given.limit_all_gathers,
+        offload=offload,
         full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
-        state_dict_settings=given.state_dict_settings,
-        mesh=mesh,
-        collective_precision=coerce_collective_precision(given.collective_precision),
+        # The shards of a hierarchy have another order than the ranks of a mesh.
+        mesh=None if groups.hierarchy else given.device_mesh,
+        **kept,
     )
     sources = groups if given.sync_module_states else None
     with together(sources.all if sources else (), device, "checks before sync_module_states"):
-        plan = _plan(module, given, config, sources, device)
-    units = build.build_units(plan.planned, plan.config_of, plan.values)
-    keep_full_precision(module, plan.chosen, config)
-    keep_within(module, units, given.unsharded_budget_bytes)
-    flats = [flat for unit in units.values() for flat in unit.flats]
-    watch_optimizers(flats)
-    return Constructed(units, plan.ignored)
+        ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states)
+        chosen = choose_units(module, given.auto_wrap_policy, ignored, config)
+        if given.device_id is not None:
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        managed = build.managed_modules(module, ignored)
+        values = InitialValues(managed, given.param_init_fn, device, sources, may_stay_on_meta)
+        planned = build.plan_units(module, list(chosen.configs), ignored, chosen.config_of, values)
+        _place_parameters(planned, chosen, given.shard_placement_fn)
+    units = build.build_units(planned, chosen.config_of, values)
+    keep_full_precision(module, chosen)
+    limit_unsharded(module, units, given.unsharded_budget_bytes)
+    watch_optimizers([flat for unit in units.values() for flat in unit.flats])
+    return Constructed(units, ignored)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Checked arguments: units to build, what is ignored, and where values come from."""
-
-    planned: build.Planned
-    ignored: build.Ignored
-    chosen: Chosen
-    config: UnitConfig
-    values: InitialValues
-
-    def config_of(self, owner: nn.Module) -> UnitConfig:
-        """The configuration of a unit."""
-        return self.chosen.configs.get(owner, self.config)
+def _place_parameters(
+    planned: build.Planned, chosen: Chosen, placement_fn: PlacementFn | None
+) -> None:
+    """Set the dimension along which each parameter is sharded, and check it."""
+    placements = _placements(placement_fn, planned, chosen.root.groups)
+    for owner, originals in planned.owned.items():
+        config = chosen.config_of(owner)
+        num_shards = config.groups.shard.size() if config.is_sharded else 1
+        params = {join_fqn(planned.paths[owner], one.fqn): one for one in originals}
+        for fqn, original in params.items():
+            original.dim = dim_of(placements.get(fqn), original.param, fqn, num_shards)
+            arguments.check_wire_formats(config, fqn, original.param)
+            if has_gather_hooks(original.param):
+                by_rows = original.dim == 0 and config.is_sharded
+                check_gather_hooks(original.param, fqn, config.groups, by_rows=by_rows)
+        arguments.warn_of_padding(params, config)
+    arguments.warn_of_containers(planned.owned)
 
 
 def _placements(
     placement_fn: PlacementFn | None, planned: build.Planned, groups: Groups
 ) -> dict[str, object]:
-    """Answers of the user's function for each parameter, by FQN, the same on all ranks."""
+    """Results of the user's ``shard_placement_fn`` by FQN, compared between ranks."""
     if placement_fn is None:
         return {}
     placements = {
@@ -187,91 +156,44 @@ def _placements(
     return placements
 
 
-def _plan(
-    module: nn.Module,
-    given: Arguments,
-    config: UnitConfig,
-    sources: Groups | None,
-    device: torch.device,
-) -> _Plan:
-    ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states)
-    chosen = choose_units(module, given.auto_wrap_policy, ignored, config)
-    if given.device_id is not None:
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    values = InitialValues(
-        build.managed_modules(module, ignored),
-        given.param_init_fn,
-        device,
-        sources,
-        given.may_lack_values,
-    )
-    configs = chosen.configs
-    planned = build.plan_units(
-        module, list(configs), ignored, lambda owner: configs.get(owner, config), values
-    )
-    every = [(owner, original) for owner, found in planned.owned.items() for original in found]
-    placements = _placements(given.shard_placement_fn, planned, config.groups)
-    for owner, original in every:
-        fqn = join_fqn(planned.paths[owner], original.fqn)
-        own = configs.get(owner, config)
-        num_shards = own.groups.shard.size() if own.strategy is not ShardingStrategy.NO_SHARD else 1
-        original.dim = dim_of(placements.get(fqn), original.param, fqn, num_shards)
-        arguments.check_travels(own, fqn, original.param)
-        if has_gather_hooks(original.param):
-            by_rows = original.dim == 0 and own.strategy is not ShardingStrategy.NO_SHARD
-            check_gather_hooks(original.param, fqn, own.groups, by_rows=by_rows)
-    arguments.warn_of_containers(planned.owned)
-    for owner, found in planned.owned.items():
-        params = {join_fqn(planned.paths[owner], one.fqn): one for one in found}
-        given_config = configs.get(owner, config)
-        arguments.warn_of_padding(params, given_config, given_config.groups.shard.size())
-    return _Plan(planned, ignored, chosen, config, values)
-
-
 # -- unit choice -----------------------------------------------------------------------------------
-# Modules below the root that become units of their own: a policy's, and those in full precision.
+# Modules below the root become units if a policy chooses them, or if they keep full precision.
 #
-# Under mixed precision some classes of modules (``_module_classes_to_ignore``: batch norms)
-# compute in their own data type. Where a policy chooses units they are units of their own, as
-# upstream's are; elsewhere they stay in their unit, in a flat parameter of their own
-# (``wrap/build.py``).
+# Under mixed precision some classes (``_module_classes_to_ignore``: batch norms) compute in their
+# own dtype. With a policy such modules are units of their own, as in FSDP1. Without a policy they
+# stay in their unit, but have a flat parameter of their own (``wrap/build.py``).
 
 
 @dataclass
 class Chosen:
-    """Units below the root.
+    """Configurations of the units.
 
     Attributes:
-        configs: by module.
-        kept: those that mixed precision leaves alone.
+        root: the root's.
+        configs: those of the units below it, by module.
+        kept: modules that mixed precision leaves alone.
     """
 
+    root: UnitConfig
     configs: dict[nn.Module, UnitConfig] = field(default_factory=dict)
     kept: set[nn.Module] = field(default_factory=set)
+
+    def config_of(self, owner: nn.Module) -> UnitConfig:
+        """Configuration of the unit whose outermost module is ``owner``."""
+        return self.configs.get(owner, self.root)
 
 
 def choose_units(
     root: nn.Module, policy: object | None, ignored: Ignored, config: UnitConfig
 ) -> Chosen:
-    """The units below ``root``; changes nothing.
-
-    Args:
-        root: the module being wrapped.
-        policy: argument ``auto_wrap_policy``.
-        ignored: what stays as it is.
-        config: the root's.
-
-    Raises:
-        FSDPError: a subclass, for a policy that is none, that chooses nothing, or that chooses a
-            module which is in a unit already.
-    """
+    """Choose the units below ``root``; changes nothing."""
     if policy is None:
-        return Chosen()
+        return Chosen(config)
     found = run_policy(policy, root, ignored.modules, ignored.parameters)
     _refuse_wrapped(root, found)
     free = {module for _, module in managed_modules(root, ignored)}
     configs = {m: override(config, changes) for m, changes in found.items() if m in free}
-    kept = list(_full_precision_modules(root, ignored, config.precision))
+    kept = list(_full_precision_modules(root, ignored, config.mixed_precision))
     if kept:
         names = ", ".join(sorted({type(module).__name__ for module in kept}))
         warnings.warn(
@@ -280,12 +202,12 @@ def choose_units(
             stacklevel=6,
         )
     for module in kept:
-        configs[module] = replace(configs.get(module, config), precision=None)
-    return Chosen(configs, set(kept))
+        configs[module] = replace(configs.get(module, config), mixed_precision=None)
+    return Chosen(config, configs, set(kept))
 
 
 def _refuse_wrapped(root: nn.Module, found: Targets) -> None:
-    """Raise if a policy has chosen a unit, or a module in one."""
+    """Raise if a policy chose a unit, or a module inside a unit."""
     for fqn, module in raw_named_modules(root):
         if module in found and (is_unit(module) or WRAPPED in fqn.split(".")):
             raise FSDPValueError(
@@ -301,7 +223,7 @@ def _full_precision_modules(
 ) -> Iterator[nn.Module]:
     """Modules that mixed precision leaves alone.
 
-    Those inside checkpoint wrappers and compiled modules are left out: they run as one.
+    Modules inside checkpoint wrappers and compiled modules are left out: these run as a whole.
     """
     if precision is None:
         return
@@ -316,8 +238,8 @@ def _full_precision_modules(
             yield module
 
 
-def keep_full_precision(root: nn.Module, chosen: Chosen, config: UnitConfig) -> None:
-    """Let units in full precision take and give what the units around them compute with."""
+def keep_full_precision(root: nn.Module, chosen: Chosen) -> None:
+    """Make units in full precision cast between their dtype and that of the unit around them."""
     missing = set(chosen.kept)
 
     def visit(module: nn.Module, around: MixedPrecision | None) -> None:
@@ -327,9 +249,9 @@ def keep_full_precision(root: nn.Module, chosen: Chosen, config: UnitConfig) -> 
                 keep_module_precision(child, _own_dtype(child))
             if not is_unit(child):
                 inside = chosen.configs.get(child)
-                visit(child, around if inside is None else inside.precision)
+                visit(child, around if inside is None else inside.mixed_precision)
 
-    visit(root, config.precision)
+    visit(root, chosen.root.mixed_precision)
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:
@@ -339,62 +261,27 @@ def _own_dtype(module: nn.Module) -> torch.dtype:
 
 
 # -- kept units ------------------------------------------------------------------------------------
-# ``SHARD_GRAD_OP`` within a budget: the units that stay unsharded between forward and backward.
+# ``unsharded_budget_bytes``: which units stay unsharded between forward and backward.
 #
-# The last of the forward are kept first::
+# The last units of the forward are kept first::
 #
 #     forward    AG(1) F(1)  AG(2) F(2)  AG(3) F(3) |           B(3) RS(3)  AG(2) B(2) ...
 #     budget                                   [kept 3]
 #
-# The backward begins with them. So nothing would hide the gather of the last one, whose bytes are
-# free again soonest; of a unit before it, another unit's backward hides the gather. Every kept
-# unit saves its own bytes of communication, whichever it is.
+# The backward begins with unit 3, so no compute could hide its all-gather, while the backward of
+# unit 3 hides the all-gather of unit 2. Unit 3 also frees its memory first. The bytes saved are
+# those of the kept units, whichever these are.
 #
-# Decided from sizes and the order of modules alone, so all ranks decide alike.
+# The choice depends only on sizes and module order, so all ranks make the same choice.
 
 
-_RESHARDING = {
-    ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
-}
-"""Strategies that keep units, and what a unit has that is not kept."""
+def limit_unsharded(
+    root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: int | None
+) -> None:
+    """Make units that do not fit into the budget reshard after their forward.
 
-
-def check_budget(budget_bytes: object, strategy: ShardingStrategy) -> None:
-    """Raise unless a budget, if there is one, is a number of bytes for a strategy that keeps units.
-
-    Raises:
-        FSDPTypeError: it is no whole number.
-        FSDPValueError: it is negative, or the strategy keeps nothing.
-    """
-    if budget_bytes is None:
-        return
-    where = "argument 'unsharded_budget_bytes'"
-    fix = "Pass the bytes that units may hold between forward and backward, such as 4 << 30."
-    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
-        raise FSDPTypeError(f"{where}: expected an int or None, got {budget_bytes!r}. {fix}")
-    if budget_bytes < 0:
-        raise FSDPValueError(f"{where}: expected 0 or more, got {budget_bytes}. {fix}")
-    if strategy not in _RESHARDING:
-        raise FSDPValueError(
-            f"{where}: expected one of {', '.join(one.name for one in _RESHARDING)}, got "
-            f"{strategy.name}. Choose one of these strategies, or leave the budget out."
-        )
-
-
-def keep_within(root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: int | None) -> None:
-    """Let units that do not fit into a budget reshard after their forward.
-
-    One that is larger than what is left is passed over. The root of the units is not counted: it
-    stays unsharded in any case.
-
-    Args:
-        root: the module of the first unit.
-        units: by their outermost module.
-        budget_bytes: of unsharded flat parameters; ``None``: all are kept.
-
-    Raises:
-        DivergenceError: ranks have other budgets.
+    A unit larger than what is left is skipped; smaller units may still fit. The root is not
+    counted, since it stays unsharded in any case.
     """
     if budget_bytes is None:
         return
@@ -405,11 +292,11 @@ def keep_within(root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: 
         if module is root or module not in units:
             continue
         unit = units[module]
-        resharding = _RESHARDING.get(unit.config.strategy)
+        resharding = unit.config.sharding_strategy.resharding
         held = sum(flat.unsharded_bytes for flat in unit.flats)
         if resharding is None:  # it reshards, or is whole, as a policy says
             continue
         if held <= left:
             left -= held
         else:
-            unit.config = replace(unit.config, strategy=resharding)
+            unit.config = replace(unit.config, sharding_strategy=resharding)

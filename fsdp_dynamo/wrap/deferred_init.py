@@ -1,16 +1,17 @@
-"""Deferred initialisation: modules built on the meta device get their values unit by unit.
+"""Deferred initialization: give modules on the meta device their values, unit by unit.
 
-Modules are initialised in the order of ``modules()``, each by ``param_init_fn`` or by its
-``reset_parameters()``. Constructors run in the same order, so that one seed gives the same values
-as a model that was never on the meta device. As soon as all modules of a unit have their values,
-the unit is sharded: no rank ever holds more than the units that are not complete.
+Modules are initialized in the order of ``modules()``, each by ``param_init_fn`` or by its
+``reset_parameters()``. Constructors run in the same order, so one seed gives the same values as
+without the meta device. A unit is sharded as soon as all of its modules have values, so no rank
+holds more than the units that are incomplete.
 
-``param_init_fn`` finds tensors with storage. If it writes none of a module's it is called again
-with those on the meta device, as FSDP1 calls it: many such functions begin with ``is_meta``.
+``param_init_fn`` sees tensors with storage. If it writes none of a module's tensors, it is called
+again with tensors on the meta device, as FSDP1 does: many such functions begin with a check of
+``is_meta``.
 
-New floating-point tensors are filled with NaN and the versions of others are recorded, so that
-tensors that were never written are found and listed. An initialisation that gives a tensor other
-memory, as ``to_empty()`` does, is trusted: what that memory holds says nothing.
+To find tensors that were never written, new floating-point tensors are filled with NaN; for other
+dtypes the tensor's version is recorded. A tensor whose storage was replaced, as by ``to_empty()``,
+counts as written, because its contents prove nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.comm.process_groups import Groups, serves_cpu
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.original_parameter import REPLACED, OriginalParameter
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
@@ -36,7 +37,7 @@ InitFn = Callable[[nn.Module], None]
 
 @dataclass
 class _Slot:
-    """One tensor of a module: where it is registered, and which object it was."""
+    """Place of a tensor in a module, and the tensor object that was there first."""
 
     tensors: dict[str, torch.Tensor | None]
     name: str
@@ -49,14 +50,14 @@ class _Slot:
 
 
 class DeferredInit:
-    """The modules of a tree that hold tensors on the meta device.
+    """Initialization of the modules in a tree that hold tensors on the meta device.
 
     Args:
         modules: all managed modules with their FQNs, in the order of ``modules()``.
-        init: ``param_init_fn``, or ``None`` for ``reset_parameters()``.
-        device: where values are made.
-        values_follow: whether this rank's values are overwritten by another rank's; then nothing
-            has to be written here.
+        init: ``param_init_fn``; ``None``: ``reset_parameters()``.
+        device: device on which values are made.
+        is_overwritten: whether another rank's values overwrite this rank's; then tensors may stay
+            unwritten.
     """
 
     def __init__(
@@ -64,17 +65,17 @@ class DeferredInit:
         modules: Iterable[tuple[str, nn.Module]],
         init: InitFn | None,
         device: torch.device,
-        values_follow: bool,
+        is_overwritten: bool,
     ) -> None:
         self._device = device
-        self._values_follow = values_follow
+        self._is_overwritten = is_overwritten
         self._init = init
         self._slots: dict[nn.Module, list[_Slot]] = {}
         for fqn, module in modules:
             slots = [slot for slot in _slots_of(fqn, module) if slot.owned.is_meta]
             if slots:
                 self._slots[module] = slots
-        self._taken: dict[torch.Tensor, list[torch.Tensor]] = {}  # by what was on the meta device
+        self._swapped: dict[torch.Tensor, list[torch.Tensor]] = {}  # by the slot's tensor
         self._unwritten: dict[str, None] = {}
 
     @property
@@ -83,7 +84,7 @@ class DeferredInit:
         return list(self._slots)
 
     def check(self) -> None:
-        """Raise if a module cannot be initialised here; changes nothing."""
+        """Raise if a module cannot be initialized; changes nothing."""
         for slots in self._slots.values():
             for slot in slots:
                 if isinstance(slot.owned, DTensor):
@@ -93,7 +94,7 @@ class DeferredInit:
                         "or use fully_shard, which leaves it on the meta device until to_empty() "
                         "or loading."
                     )
-        if self._init is not None or self._values_follow:
+        if self._init is not None or self._is_overwritten:
             return
         without_init = [
             slot.fqn
@@ -110,14 +111,10 @@ class DeferredInit:
             )
 
     def run(self) -> Iterator[nn.Module]:
-        """Give all modules their values, one after the other; yields each when it has them.
+        """Initialize all modules one after the other; yield each module when it has its values.
 
-        Parameters and buffers stay the objects that they were, until DTensors take their places.
-
-        Raises:
-            FSDPValueError: at the end, listing every tensor that was not written; a tensor that
-                something holds weakly, or that the initialisation ties; or what the
-                initialisation raises. The model has its meta tensors again.
+        Parameters and buffers stay the same objects until DTensors replace them. After an error, of
+        ``init`` or for tensors that cannot be initialized, the model has its meta tensors again.
         """
         try:
             for module, slots in self._slots.items():
@@ -142,24 +139,24 @@ class DeferredInit:
         kept = [(tensor, tensor.clone()) for tensor in tied]
         for slot in new:
             if slot.owned.is_meta:  # one module may hold it twice
-                self._take(slot, _without_values(slot.owned, self._device))
+                self._swap(slot, _new_unwritten(slot.owned, self._device))
         before = {slot.name: _WriteDetector(slot.owned) for slot in new}
         init = self._init or _reset
         if init is not _reset or _can_reset(module):  # not needed where values follow
             init(module)
         if init is not _reset and all(before[s.name].is_unwritten(s.tensor) for s in new):
-            _show_meta(new)
+            _register_meta(new)
             init(module)
         for slot in slots:
             self._adopt(slot)
         for tensor, value in kept:  # of a tied parameter, the values of its first holder count
             tensor.copy_(value)
         for slot in new:
-            if not self._values_follow and before[slot.name].is_unwritten(slot.tensor):
+            if not self._is_overwritten and before[slot.name].is_unwritten(slot.tensor):
                 self._unwritten[slot.fqn] = None
 
     def _adopt(self, slot: _Slot) -> None:
-        """An initialisation may register another tensor instead of writing the one it finds."""
+        """Accept a tensor that the initialization registered in place of the one it was given."""
         given = slot.tensor
         if given is None or given is slot.owned:
             return
@@ -170,13 +167,13 @@ class DeferredInit:
                     f"writes or replaces tensors, got one that ties it to '{other.fqn}'. Tie "
                     "parameters before the model is wrapped."
                 )
-        self._take(slot, given)
+        self._swap(slot, given)
         slot.tensors[slot.name] = slot.owned
 
-    def _take(self, slot: _Slot, given: torch.Tensor) -> None:
-        """Let a tensor of the module be what ``given`` is, and stay the object that it was.
+    def _swap(self, slot: _Slot, given: torch.Tensor) -> None:
+        """Swap the contents of ``given`` into the slot's tensor, which stays the same object.
 
-        Optimizers and other modules may hold it.
+        Optimizers and other modules may hold that object.
         """
         try:
             torch.utils.swap_tensors(slot.owned, given)
@@ -186,26 +183,27 @@ class DeferredInit:
                 f"optimizers hold, got {error}. Build the model anew on the meta device, and wrap "
                 "it before it is used."
             ) from error
-        self._taken.setdefault(slot.owned, []).append(given)
+        self._swapped.setdefault(slot.owned, []).append(given)
 
     def release(self, modules: Iterable[nn.Module]) -> None:
-        """Free the values of parameters in whose place DTensors are now, as a unit has them.
+        """Free values that DTensors of finished units replace.
 
-        The parameters are on the meta device again: an optimizer may hold them, and so does this.
+        The plain parameters go back to the meta device: an optimizer may still hold them, and so do
+        the slots here.
         """
         for slot in (slot for module in modules for slot in self._slots.get(module, ())):
             if hasattr(slot.owned, REPLACED):
                 marks = slot.owned.__dict__
-                self._give_back(slot.owned)
+                self._swap_back(slot.owned)
                 slot.owned.__dict__.update(marks)
 
-    def _give_back(self, owned: torch.Tensor) -> None:
-        for given in reversed(self._taken.pop(owned, ())):
+    def _swap_back(self, owned: torch.Tensor) -> None:
+        for given in reversed(self._swapped.pop(owned, ())):
             torch.utils.swap_tensors(owned, given)
 
     def _undo(self) -> None:
-        for owned in [*self._taken]:
-            self._give_back(owned)
+        for owned in [*self._swapped]:
+            self._swap_back(owned)
         for slot in self._all_slots():
             slot.tensors[slot.name] = slot.owned
             slot.owned.__dict__.pop(REPLACED, None)  # where its unit was made already
@@ -214,11 +212,8 @@ class DeferredInit:
         return (slot for slots in self._slots.values() for slot in slots)
 
 
-def _show_meta(slots: Iterable[_Slot]) -> None:
-    """Let a module hold meta tensors again.
-
-    FSDP1 calls ``param_init_fn`` with such; the function may do nothing where it finds none.
-    """
+def _register_meta(slots: Iterable[_Slot]) -> None:
+    """Register meta tensors in a module again, for a ``param_init_fn`` that looks for them."""
     for slot in slots:
         meta = torch.empty_like(slot.owned, device="meta")
         if isinstance(slot.owned, nn.Parameter):
@@ -235,8 +230,8 @@ def _reset(module: nn.Module) -> None:
     module.reset_parameters()  # type: ignore[operator]
 
 
-def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Floating-point elements are NaN until they are written."""
+def _new_unwritten(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Tensor like ``like`` with storage; floating-point elements are NaN until written."""
     new = torch.empty_like(like, device=device)
     if new.is_floating_point():
         new.fill_(torch.nan)
@@ -247,7 +242,7 @@ def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class _WriteDetector:
-    """Detects whether a tensor has been written or given other memory since."""
+    """Detect whether a tensor was written, or given other storage, since construction."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
@@ -258,7 +253,7 @@ class _WriteDetector:
             return False
         if now.is_meta:
             return True
-        # An address alone would not do: memory that was freed meanwhile is used again.
+        # Compare storages, not addresses: the allocator may have reused the address since.
         if self._storage != StorageWeakRef(now.untyped_storage()):
             return False
         if now.is_floating_point():
@@ -275,25 +270,18 @@ def _slots_of(fqn: str, module: nn.Module) -> Iterator[_Slot]:
 
 
 # -- initial values --------------------------------------------------------------------------------
-# Initial values of parameters before they are sharded.
-#
-# A module may hold its values already, may be on the meta device (see above), and may
-# be given rank 0's. Each unit is sharded as soon as it has its values.
+# Values come from the module itself, from deferred initialization, or from rank 0.
 
 
 class InitialValues:
-    """Values of the parameters and buffers that one wrapper call manages.
+    """Initial values of the parameters and buffers that one call of the constructor manages.
 
     Args:
         modules: all managed modules with their FQNs, in the order of ``modules()``.
         init: ``param_init_fn``.
-        device: where values are made that are deferred.
-        source: the groups in which rank 0's values go to all; ``None``: each has its own.
-        may_lack: whether what is on the meta device stays there, unless ``init`` or ``source``
-            give it values.
-
-    Attributes:
-        device: as given.
+        device: device on which deferred values are made.
+        source: groups in which rank 0 broadcasts its values; ``None``: each rank has its own.
+        may_stay_on_meta: whether meta tensors may stay, if ``init`` and ``source`` are ``None``.
     """
 
     def __init__(
@@ -302,19 +290,19 @@ class InitialValues:
         init: InitFn | None,
         device: torch.device,
         source: Groups | None,
-        may_lack: bool,
+        may_stay_on_meta: bool,
     ) -> None:
         self._modules = list(modules)
         self._source = source
-        stays = may_lack and init is None and source is None
+        stays = may_stay_on_meta and init is None and source is None
         follows = source is not None and any(group.rank() for group in source.all)
         self._deferred = DeferredInit([] if stays else self._modules, init, device, follows)
         self.device = device
 
     def check(self, originals: Sequence[OriginalParameter]) -> None:
-        """Raise if values could not be had; changes nothing."""
+        """Raise if a value could not be obtained; changes nothing."""
         self._deferred.check()
-        if self._source is None or _serves_cpu(self._source.shard):
+        if self._source is None or serves_cpu(self._source.shard):
             return
         tensors = [*(original.param for original in originals), *self._buffers()]
         if any((self.device if t.is_meta else t.device).type == "cpu" for t in tensors):
@@ -327,9 +315,10 @@ class InitialValues:
     def in_order_of_completion(
         self, owned: Mapping[nn.Module, Sequence[OriginalParameter]]
     ) -> Iterator[nn.Module]:
-        """Units, each when all of its parameters have their values; then it is to be sharded.
+        """Yield each unit once all of its parameters have values; the caller then shards it.
 
-        The order is that of the last module that holds one, on all ranks, deferred or not.
+        Units are ordered by the last module that holds one of their parameters. This order is the
+        same on all ranks, deferred or not.
         """
         position = {module: i for i, (_, module) in enumerate(self._modules)}
         holders = {
@@ -349,7 +338,7 @@ class InitialValues:
             self._deferred.release(holders[owner])
         with together(sources, self.device, "deferred initialisation"):
             for _ in steps:
-                pass  # modules that hold buffers only
+                pass  # the remaining modules hold only buffers
         self._broadcast(list(self._buffers()))
 
     def _buffers(self) -> Iterator[torch.Tensor]:
@@ -363,7 +352,7 @@ class InitialValues:
 
     @torch.no_grad()
     def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all ranks rank 0's values."""
+        """Send rank 0's values to all ranks."""
         if self._source is None:
             return
         for tensor in tensors:
@@ -372,24 +361,20 @@ class InitialValues:
                     dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
-def _serves_cpu(group: dist.ProcessGroup) -> bool:
-    return any(device.type == "cpu" for device in group._device_types)
-
-
 def device_for(
     module: nn.Module, group: dist.ProcessGroup, device_id: torch.device | None
 ) -> torch.device:
-    """Device of deferred values.
+    """Choose the device of deferred values.
 
-    As requested, else that of the module's other tensors, else one that the group's collectives
-    support.
+    The first that applies: ``device_id``, the device of the module's other tensors, a device that
+    the group's collectives support.
     """
     if device_id is not None:
         return device_id
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             return tensor.device
-    if _serves_cpu(group) or not torch.accelerator.is_available():
+    if serves_cpu(group) or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

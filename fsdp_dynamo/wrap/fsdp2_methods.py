@@ -1,7 +1,7 @@
-"""FSDP2's setters and other methods of its module, for modules of ``fully_shard``.
+"""FSDP2's methods, for modules of ``fully_shard``.
 
-They change ``core.unit_settings.UnitSettings``, which the schedule and the reductions read. Those
-that a whole graph cannot follow are an error when one is traced.
+The setters change ``core.unit_settings.UnitSettings``, which the schedule and the reductions read.
+Tracing a whole graph raises for settings that graph mode cannot follow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnshardHandle(fsdp.UnshardHandle):
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait until the parameters are unsharded, and show them whole."""
+        """Wait until the parameters are unsharded, and put them into the modules."""
         self._unit.wait_unshard()
         self._unit.show_gathered()
 
@@ -47,10 +47,14 @@ class GradientReductionHandle:
 
 
 class FSDP2Methods(UserMethods):
-    """Methods of ``torch.distributed.fsdp.FSDPModule``, by the same names."""
+    """Methods of ``torch.distributed.fsdp.FSDPModule``, by the same names.
+
+    ``recurse`` applies a setting to the units below, too. Settings marked "eager and hooks mode"
+    raise when graph mode traces the module.
+    """
 
     def _fsdp_set(self, recurse: bool, **changes: Any) -> None:
-        """Change settings of this unit, or of those below, too."""
+        """Change settings of this unit and, with ``recurse``, of the units below."""
         found = module_tree.unit_modules(self) if recurse else [("", self)]
         for _, module in found:
             settings = module._fsdp_unit.settings
@@ -63,16 +67,15 @@ class FSDP2Methods(UserMethods):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters ahead of its next forward (eager and hooks mode).
 
-        They stay unsharded until the strategy reshards them, or ``reshard()``. If an optimizer
-        changes parameters before a forward, that gathers them again. Until then modules hold whole,
-        plain parameters, to be read, in the place of DTensors.
+        The modules then hold whole, plain, read-only parameters until the strategy or ``reshard()``
+        frees them. If an optimizer changes parameters first, the forward gathers them again.
 
         Args:
-            async_op: return at once, with something to wait for.
+            async_op: return a handle at once instead of waiting.
 
         Raises:
-            FSDPStateError: a parameter was removed, frozen or given another shape after the module
-                became a unit, or ``summon_full_params`` is open.
+            FSDPStateError: a parameter was removed, frozen or reshaped after the module became a
+                unit, or ``summon_full_params`` is open.
         """
         unit = self._fsdp_unit
         unit.check_originals()
@@ -93,13 +96,9 @@ class FSDP2Methods(UserMethods):
         self._fsdp_unit.reshard("forward")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are resharded after a forward, the root's and an evaluation's too.
+        """Reshard parameters after every forward, or never; also the root's, and in evaluation.
 
-        Among all ranks, also where ``fully_shard`` was given a smaller number.
-
-        Args:
-            reshard_after_forward: reshard them.
-            recurse: set it for the units below as well.
+        Parameters are resharded over all ranks, even if ``fully_shard`` was given a smaller number.
 
         Raises:
             FSDPTypeError: not a bool.
@@ -114,54 +113,44 @@ class FSDP2Methods(UserMethods):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters are resharded after a backward (eager and hooks mode).
+        """Reshard parameters after the backward, or keep them (eager and hooks mode).
 
-        Otherwise the next forward gathers them only if they have changed.
-
-        Args:
-            reshard_after_backward: reshard them.
-            recurse: set it for the units below as well.
+        The next forward gathers kept parameters only if they have changed.
         """
         self._fsdp_set(recurse, reshards_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this unit's backward needs its parameters; that of an embedding does not.
+        """Say whether this unit's backward reads its parameters; an embedding's does not.
 
-        In graph mode a backward gathers what it reads, whatever is set.
-
-        Args:
-            unshard_in_backward: unshard them.
+        Graph mode ignores the setting: its backward gathers what it reads.
         """
         self._fsdp_set(False, unshards_in_backward=unshard_in_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Keep the unsharded storage allocated while parameters are sharded (eager, hooks mode).
-
-        Args:
-            keep: do not free it.
-            recurse: set it for the units below as well.
-        """
+        """Keep the unsharded storage of sharded parameters allocated (eager and hooks mode)."""
         self._fsdp_set(recurse, keeps_storage=keep)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Gather other units when this one's forward begins (eager and hooks mode).
+        """Gather other units when this unit's forward begins (eager and hooks mode).
 
         Args:
-            modules: in the order in which they are gathered; none: as the forward before ran.
+            modules: units in the order in which they are gathered; empty restores the default, the
+                order of the previous forward.
 
         Raises:
-            FSDPTypeError: one of them is no unit.
+            FSDPTypeError: a module is not a unit.
         """
         self._fsdp_set(False, forward_prefetch=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Gather other units when this one's backward begins (eager and hooks mode).
+        """Gather other units when this unit's backward begins (eager and hooks mode).
 
         Args:
-            modules: in the order in which they are gathered; none: as ``backward_prefetch`` says.
+            modules: units in the order in which they are gathered; empty restores the default,
+                ``backward_prefetch``.
 
         Raises:
-            FSDPTypeError: one of them is no unit.
+            FSDPTypeError: a module is not a unit.
         """
         self._fsdp_set(False, backward_prefetch=_units_of(modules))
 
@@ -170,13 +159,9 @@ class FSDP2Methods(UserMethods):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether the next steps reduce gradients, or sum them unsharded as in ``no_sync()``.
+        """Reduce the gradients of the next steps, or sum them unsharded as ``no_sync()`` does.
 
-        In graph mode it holds for forwards that are still to come.
-
-        Args:
-            requires_gradient_sync: reduce them, over replicas too.
-            recurse: set it for the units below as well.
+        In graph mode the setting takes effect with the next forward.
 
         Raises:
             FSDPStateError: within a forward or a backward.
@@ -187,32 +172,21 @@ class FSDP2Methods(UserMethods):
         self._fsdp_set(recurse, all_reduces=True)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether gradients are reduced over replicas, or wait for that (eager and hooks mode).
+        """Reduce gradients over replicas, or postpone that reduction (eager and hooks mode).
 
-        They wait in sharded form, and are no part of ``.grad`` meanwhile.
-
-        Args:
-            requires_all_reduce: reduce them over replicas.
-            recurse: set it for the units below as well.
+        Postponed gradients wait as shards, and are not in ``.grad``.
         """
         self._fsdp_set(recurse, all_reduces=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether backwards wait for the reductions that they have started.
+        """Make backwards wait for the reductions they start, or leave the wait to a later backward.
 
-        Otherwise a later one does, and ``.grad`` lacks them until then. The reductions of a graph
-        (graph mode) end in their backward in any case.
-
-        Args:
-            is_last_backward: wait for all of them.
+        Until then ``.grad`` lacks these gradients. In graph mode every backward waits.
         """
         self._fsdp_root.accumulation.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Leave it to ``finalize_backward()`` to wait for reductions.
-
-        Args:
-            enabled: do not wait at the end of backwards.
+        """Leave the wait for reductions to ``finalize_backward()``, or to the end of each backward.
 
         Raises:
             FSDPStateError: not on the outermost module.
@@ -221,12 +195,12 @@ class FSDP2Methods(UserMethods):
         self._fsdp_root.ends_backward_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what backwards without gradient sync have left, reshard, and wait.
+        """Reduce gradients that backwards without gradient sync left, reshard, and wait.
 
-        Every rank must call it. Units whose gradients are not to be reduced keep them.
+        Every rank must call it. Units whose gradient sync is off keep their gradients unreduced.
 
         Args:
-            async_op: return at once, with something to wait for.
+            async_op: return a handle at once instead of waiting.
 
         Raises:
             FSDPStateError: not on the outermost module.
@@ -240,10 +214,7 @@ class FSDP2Methods(UserMethods):
         return None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this unit's gradients over ranks by a number other than theirs.
-
-        Args:
-            factor: what to divide by.
+        """Divide the sum of this unit's gradients by ``factor`` instead of the number of ranks.
 
         Raises:
             FSDPValueError: not a positive number.
@@ -262,11 +233,7 @@ class FSDP2Methods(UserMethods):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Divide gradients before they are reduced, by sums alone (eager and hooks mode).
-
-        Args:
-            enable: use no other reduction.
-        """
+        """Divide gradients before the reduction, and reduce only by sums (eager and hooks mode)."""
         self._fsdp_set(False, sums_only=enable)
 
     def set_all_reduce_hook(
@@ -275,9 +242,9 @@ class FSDP2Methods(UserMethods):
         """Call a function with this unit's reduced gradients (eager and hooks mode).
 
         Args:
-            hook: called with this rank's part of the mean ``(padded_numel / N,)``, which it may
-                change in place, before it is added to ``.grad``.
-            stream: must be ``None``: it runs on the current stream.
+            hook: called with this rank's shard of the mean ``(padded_numel / N,)``, which it may
+                change in place before it is added to ``.grad``.
+            stream: must be ``None``; the hook runs on the current stream.
 
         Raises:
             UnsupportedError: a stream was given.
@@ -291,33 +258,32 @@ class FSDP2Methods(UserMethods):
         self._fsdp_set(False, all_reduce_hook=hook)
 
     def set_custom_all_gather(self, comm: Callable[..., Any]) -> None:
-        """Gather this unit's parameters by the user's collective (eager and hooks mode).
+        """Gather this unit's parameters with the user's collective (eager and hooks mode).
 
         Args:
-            comm: ``torch.distributed.fsdp``'s ``AllGather``. Its ``allocate`` is not called: the
-                input is the shard, the output what all ranks sent, one behind the other. What it
-                enqueues on the current stream is waited for, and so is a handle that it returns.
+            comm: an ``AllGather`` of ``torch.distributed.fsdp``. Its ``allocate`` is not called.
+                The input is the shard, the output all ranks' shards in rank order. The unit waits
+                for work on the current stream, and for a handle that ``comm`` returns.
         """
         refuse_formats([self._fsdp_unit], "all_gather", "set_custom_all_gather()")
         self._fsdp_set(False, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Callable[..., Any]) -> None:
-        """Reduce this unit's gradients by the user's collective (eager and hooks mode).
+        """Reduce this unit's gradients with the user's collective (eager and hooks mode).
 
         Args:
-            comm: ``torch.distributed.fsdp``'s ``ReduceScatter``. Its ``allocate`` is not called:
-                the input has each rank's part behind that of the rank before. What it enqueues and
-                returns is waited for as that of ``set_custom_all_gather()``.
+            comm: a ``ReduceScatter`` of ``torch.distributed.fsdp``. Its ``allocate`` is not called.
+                The input has all ranks' parts in rank order. The unit waits as for
+                ``set_custom_all_gather()``.
         """
         refuse_formats([self._fsdp_unit], "reduce_scatter", "set_custom_reduce_scatter()")
         self._fsdp_set(False, reduce_scatter=comm)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the work that follows, all-gathers first of all, wait for an optimizer's step.
+        """Make the current stream, and so the next all-gathers, wait for an optimizer step.
 
         Args:
-            event: a ``torch.Event``; the current stream of the parameters' device waits for it at
-                once. CPUs give ``None``, which is nothing to wait for.
+            event: a ``torch.Event``; ``None`` on CPU.
         """
         devices = {flat.device for unit in self._fsdp_root.units for flat in unit.flats}
         for streams in map(side_streams, devices):
@@ -327,7 +293,7 @@ class FSDP2Methods(UserMethods):
     # -- after errors ----------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
-        """Drop what a forward or backward that raised has left: the next forward does so, too.
+        """Drop what a forward or backward that raised left behind; the next forward does so, too.
 
         Raises:
             FSDPStateError: not on the outermost module.
@@ -353,12 +319,14 @@ _REFUSED: dict[str, tuple[object, str]] = {
         "the group is fixed when the unit is made: pass fully_shard(reduction_group=)",
     ),
 }
-"""Methods of FSDP2 that units have no use for: the only value that they take, and the reason."""
+"""FSDP2's methods that units do not need: the only accepted value (``None``: no value), and why."""
 
 
 def _refusing(name: str, accepted: object, reason: str) -> Callable[..., None]:
-    def method(self: FSDP2Methods, *args: Any, recurse: bool = True, **kwargs: Any) -> None:
-        given = [*args, *kwargs.values()]
+    """Return a method that raises for all values but ``accepted``; ``recurse`` has no effect."""
+
+    def method(self: FSDP2Methods, *args: Any, **kwargs: Any) -> None:
+        given = [*args, *(value for key, value in kwargs.items() if key != "recurse")]
         if accepted is not None and given == [accepted]:
             return
         raise UnsupportedError(
@@ -368,20 +336,8 @@ def _refusing(name: str, accepted: object, reason: str) -> Callable[..., None]:
 
     method.__name__, method.__qualname__ = name, f"FSDP2Methods.{name}"
     takes = "Nothing is" if accepted is None else f"Only {accepted} is"
-    method.__doc__ = f"{takes} accepted: {reason}.{_REFUSING_DOC}"
+    method.__doc__ = f"{takes} accepted: {reason}.\n\nRaises:\n    UnsupportedError: otherwise.\n"
     return method
-
-
-_REFUSING_DOC = """
-
-Args:
-    args: what FSDP2's method takes.
-    recurse: without effect.
-    kwargs: what FSDP2's method takes.
-
-Raises:
-    UnsupportedError: any other value.
-"""
 
 
 for _name, (_accepted, _reason) in _REFUSED.items():
@@ -389,7 +345,7 @@ for _name, (_accepted, _reason) in _REFUSED.items():
 
 
 def _units_of(modules: Sequence[Any]) -> tuple[Unit, ...]:
-    """The units of modules."""
+    """Units of the given modules."""
     for module in modules:
         if not module_tree.is_unit(module):
             raise FSDPTypeError(
@@ -400,33 +356,33 @@ def _units_of(modules: Sequence[Any]) -> tuple[Unit, ...]:
 
 
 # -- fsdp2 identity --------------------------------------------------------------------------------
-# What makes a module of ``fully_shard`` an ``FSDPModule`` of torch's to other people's code.
+# A module of ``fully_shard`` is an instance of torch's FSDPModule; all methods are overridden.
 #
-# It inherits from torch's class, whose methods are all overridden. Code that goes on to torch's
-# private state gets an error, but for the end of a backward in ``torch.distributed.pipelining``.
+# Code that asks for torch's private state gets an error. The exception is
+# ``torch.distributed.pipelining``, which ends backwards through that state.
 
 
 _FULLY_SHARD = fsdp.fully_shard
-"""Torch's own, also where a script has put ours in its place."""
+"""torch's function, saved in case a script replaces it by ours."""
 
 
 class TorchFSDPModule(FSDP2Methods, fsdp.FSDPModule):
-    """Torch's class with our methods."""
+    """torch's ``FSDPModule`` with our methods."""
 
     def _get_fsdp_state(self) -> NoReturn:
         raise UnsupportedError(
-            f"{unit_name(self._fsdp_unit.fqn)}: expected a use of FSDPModule's public methods, got "
-            "one of torch's private state. In place of register_fsdp_forward_method of torch use "
-            "that of fsdp_dynamo; share_comm_ctx, deferred reductions of pipelines and torch's "
-            "FSDP2 memory tracker have nothing to work on."
+            f"{unit_name(self._fsdp_unit.fqn)}: expected FSDPModule's public methods, got a use of "
+            "torch's private state. Use fsdp_dynamo.register_fsdp_forward_method in place of "
+            "torch's; share_comm_ctx, deferred reductions of pipelines and torch's FSDP2 memory "
+            "tracker are not supported."
         )
 
 
 class PipelineState:
-    """Stand-in for FSDP2's state, which stages of pipelines look for up to torch 2.14.
+    """Stand-in for FSDP2's state, for stages of torch's pipelines up to torch 2.14.
 
-    They set ``set_requires_gradient_sync(True)`` after the last microbatch, then go through the
-    states of all units, of which there are none here, and call the last method.
+    After the last microbatch a stage calls ``set_requires_gradient_sync(True)``, walks
+    ``all_states``, which is empty here, and calls the callback below.
     """
 
     def __init__(self, module: FSDP2Methods) -> None:
@@ -439,19 +395,19 @@ class PipelineState:
 
 
 def let_pipelines_end_backwards(module: FSDP2Methods) -> None:
-    """Give a module the state that ``torch.distributed.pipelining`` asks for."""
+    """Give a module the state that ``torch.distributed.pipelining`` looks for."""
     set_composable_state(module, _FULLY_SHARD, PipelineState(module))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of a unit run with its parameters unsharded; other modules are left alone.
+    """Call ``register_forward_method`` on a unit; other modules are left alone.
 
     Args:
         module: any module.
-        method_name: see ``register_forward_method`` of units.
+        method_name: name of the method that runs with unsharded parameters.
 
     Raises:
-        FSDPValueError: the module has no such method.
+        FSDPValueError: the unit has no such method.
     """
     if isinstance(module, FSDP2Methods):
         module.register_forward_method(method_name)

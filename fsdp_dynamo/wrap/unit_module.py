@@ -1,4 +1,4 @@
-"""A module that is a unit, by the wrapper or by ``fully_shard``: its state and its three modes."""
+"""Base class of every module that is a unit: state, forward in each mode, copies, state dicts."""
 
 from __future__ import annotations
 
@@ -53,27 +53,26 @@ from fsdp_dynamo.wrap.arguments import input_dtype_of
 from fsdp_dynamo.wrap.user_methods import UserMethods
 
 for _each in (events.begin_forward, events.end_forward):
-    never_compiled_itself(_each)  # the frames that _fsdp_enter calls
+    never_compiled_itself(_each)  # Dynamo would compile the callees of _fsdp_enter
 
 
 class UnitModule(UserMethods):
     """Base class of the wrapper and of modules of ``fully_shard``.
 
-    All of its state is in attributes that begin with ``_fsdp_``: a module of ``fully_shard`` is
-    the user's own.
+    All attributes begin with ``_fsdp_``, since a module of ``fully_shard`` is the user's own.
     """
 
     _fsdp_entry: str
-    """Name of the method that is ``_fsdp_run``."""
+    """Name of the method that ``_fsdp_run`` implements: ``forward`` or ``_call_impl``."""
 
     def _fsdp_body(self) -> Callable[..., Any]:
-        """The callable between the unit's hooks."""
+        """Return the callable that runs between the unit's hooks."""
         raise NotImplementedError
 
     # -- becoming a unit -------------------------------------------------------------------------
 
     def _fsdp_setup(self, unit: Unit, ignored: build.Ignored, may_compile: bool) -> None:
-        """Take a unit over; ``_fsdp_become_root`` of the outermost one must follow."""
+        """Attach a unit to this module; ``_fsdp_become_root`` of the outermost one must follow."""
         self._fsdp_own_unit = unit
         self._fsdp_ignored = ignored
         self._fsdp_may_compile = may_compile
@@ -81,10 +80,10 @@ class UnitModule(UserMethods):
         self._fsdp_graph_settings = unit.settings.in_graphs()
         self._fsdp_low_input_dtype: torch.dtype | None = None
         self._fsdp_has_nested = False
-        self._fsdp_runs_method = False  # set while a registered method runs
+        self._fsdp_runs_method = False  # True while a registered method runs
         self._fsdp_compiled_bodies: dict[int, Callable[..., Any]] = {}
         self._fsdp_compiled_before: Callable[..., Any] | None = None
-        self._fsdp_loading: tuple[str, list[str]] | None = None  # its prefix and error messages
+        self._fsdp_loading: tuple[str, list[str]] | None = None  # key prefix, error messages
         self._fsdp_hook_tables: list[Mapping[int, Callable[..., Any]]] | None = None
         self._fsdp_last_key = NO_BACKEND
         self._fsdp_output_spec: Any = None
@@ -92,7 +91,7 @@ class UnitModule(UserMethods):
         self._fsdp_gathered: dict[str, list[torch.Tensor]] | None = None
         self._fsdp_share_shards()
         managed = list(build.managed_modules(self._fsdp_inner(), ignored))
-        self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.precision)
+        self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.mixed_precision)
         self._fsdp_full_precision_in_eval = unit.config.full_precision_in_eval
         self._fsdp_has_full_buffers = False
         build.tag_for_dynamo((m for _, m in managed), may_compile)
@@ -103,18 +102,18 @@ class UnitModule(UserMethods):
         if inner is not self:
             inner.register_state_dict_post_hook(_inner_save_hook)  # type: ignore[no-untyped-call]
             inner.register_load_state_dict_pre_hook(_inner_load_hook)  # type: ignore[no-untyped-call]
-        self._fsdp_tell_inner()
+        self._fsdp_link_inner()
 
-    def _fsdp_tell_inner(self) -> None:
-        """Let the wrapped module's own state dicts be those of this unit."""
+    def _fsdp_link_inner(self) -> None:
+        """Let the wrapped module find its wrapper, for state dicts of the wrapped module itself."""
         inner = self._fsdp_inner()
         if inner is not self:
             inner.__dict__[module_tree.WRAPPER] = weakref.ref(self)
 
     def _fsdp_become_root(self) -> None:
-        """Take over the units of all unit modules below; the outermost one is built last."""
+        """Make this module the root of all units below, whose roots until now are replaced."""
         own = self._fsdp_unit
-        tree = self if len(own.modules) == 1 else build.Together(own.modules)
+        tree = self if len(own.modules) == 1 else build.CommonParent(own.modules)
         named: list[tuple[str, UnitModule]] = list(module_tree.unit_modules(tree))
         fqns = {module._fsdp_inner(): fqn for fqn, module in named}
         units = dict.fromkeys(module._fsdp_unit for _, module in named)
@@ -133,7 +132,7 @@ class UnitModule(UserMethods):
             unit, ignored = module._fsdp_unit, module._fsdp_ignored
             if len(unit.modules) > 1:
                 walk = partial(build.managed_modules_of, unit, ignored)
-            else:  # what is attached to a wrapper, too
+            else:  # includes parameters that a user attaches to the wrapper itself
                 walk = partial(build.managed_modules, module, ignored)
             unit.late_parameters = LateParameterCheck(walk, ignored.parameters)
         wire_kernels.begin_noise()
@@ -143,7 +142,7 @@ class UnitModule(UserMethods):
 
     @property
     def _fsdp_input_dtype(self) -> torch.dtype | None:
-        """The dtype that floating-point inputs are cast to now; ``None``: not cast."""
+        """Dtype that floating-point inputs are cast to now; ``None``: not cast."""
         return None if self._fsdp_unit.wants_full_precision else self._fsdp_low_input_dtype
 
     def _fsdp_set_buffer_precision(self) -> None:
@@ -155,14 +154,14 @@ class UnitModule(UserMethods):
             if unit.wants_full_precision:
                 build.restore_buffers(managed, dtypes)
             else:
-                build.cast_buffers(managed, unit.config.precision)
+                build.cast_buffers(managed, unit.config.mixed_precision)
 
     def _fsdp_give_own_code(self) -> None:
         self._fsdp_codes = {REDUCES: with_own_code(getattr(type(self), self._fsdp_entry))}
         self.__dict__[self._fsdp_entry] = MethodType(UnitModule._fsdp_enter, self)
 
     def _fsdp_share_shards(self) -> None:
-        """Hand the shards to graph mode, whose inputs they are."""
+        """Collect this unit's inputs of compiled graphs: its shards and their stand-ins."""
         flats = self._fsdp_own_unit.flats
         self._fsdp_carriers = tuple(carrier_of(flat) for flat in flats)
         self._fsdp_graph_inputs, self._fsdp_full_graph_inputs = (
@@ -181,10 +180,10 @@ class UnitModule(UserMethods):
 
     @never_compiled_itself
     def _fsdp_enter(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the outermost unit through the code object that has the graphs of this step.
+        """Run the outermost unit through the code object that belongs to the accumulation state.
 
-        Dynamo counts graphs by code object: all states of accumulation in one would multiply what
-        shapes and grad mode need, up to Dynamo's limit.
+        Dynamo limits graphs per code object. One code object for all states would need a graph for
+        each combination of state, shapes and grad mode, and soon reach the limit.
         """
         run = getattr(type(self), self._fsdp_entry)
         if torch.compiler.is_dynamo_compiling():
@@ -221,7 +220,7 @@ class UnitModule(UserMethods):
                 )
             if (
                 mode == LEAF_MODE
-                and is_plain((args, kwargs))  # as Dynamo's graphs hold no other containers
+                and is_plain((args, kwargs))  # the only containers that a graph can pass on
                 and leaves.may_be_leaf(
                     self._fsdp_name, changes_python_state(), self._fsdp_own_root.trained
                 )
@@ -239,7 +238,7 @@ class UnitModule(UserMethods):
         return self._fsdp_run_hooked(args, kwargs, key)
 
     def _fsdp_inputs(self) -> Inputs:
-        """This unit's inputs of a graph, in a step that reduces gradients or not (traced)."""
+        """This unit's inputs of a compiled graph, by the state of accumulation (traced)."""
         accumulation = self._fsdp_own_root.accumulation
         inputs: Inputs = self._fsdp_graph_inputs
         if self._fsdp_full_precision_in_eval and not self.training:
@@ -248,7 +247,8 @@ class UnitModule(UserMethods):
             return inputs
         if not accumulation.sync and not self._fsdp_own_unit.settings.reduces:
             return [(*t[:3], c) for t, c in zip(inputs, self._fsdp_carriers)]  # noqa: B905  # traced
-        if accumulation.has_sums and is_first_call(self._fsdp_unit_key):  # a sum is added once
+        # A unit that runs twice in a graph must add its sum of gradients once.
+        if accumulation.has_sums and is_first_call(self._fsdp_unit_key):
             sums = [flat.grad_sum.total for flat in self._fsdp_own_unit.flats]
             return [(*t[:2], s, None) for t, s in zip(inputs, sums)]  # noqa: B905  # traced
         return inputs
@@ -259,7 +259,7 @@ class UnitModule(UserMethods):
     ) -> Any:
         root, unit = self._fsdp_own_root, self._fsdp_own_unit
         root.recover()
-        # A method that calls its own module, or summon_full_params(): it is unsharded already.
+        # Already unsharded by a registered method that calls forward, or by summon_full_params().
         if self._fsdp_runs_method or (unit.has_whole_originals and not torch.is_grad_enabled()):
             return self._fsdp_body()(*args, **kwargs)
         if self._fsdp_full_precision_in_eval and root.is_outside:
@@ -273,7 +273,7 @@ class UnitModule(UserMethods):
     # -- conversions and copies ------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Convert (``.to()``, ``.half()``, ...): flat parameters first-class, views refreshed."""
+        """Convert shards and gradient sums (``.to()``, ``.half()``, ...); refresh the views."""
         unit = self._fsdp_unit
         unit.write_back()
         unit.reshard("forward")
@@ -281,7 +281,7 @@ class UnitModule(UserMethods):
         sums = [flat.grad_sum.take() for flat in unit.flats]
         attributes = [(o.param, dict(o.param.__dict__)) for o in unit.originals()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for param, kept in attributes:  # a DTensor was swapped for another, with what it said
+        for param, kept in attributes:  # nn.Module swaps the DTensor, attributes included
             param.__dict__.update(kept)
         unit.write_back_uninitialized()
         for flat, total in zip(unit.flats, sums, strict=True):
@@ -298,7 +298,7 @@ class UnitModule(UserMethods):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Raise where ``DistributedDataParallel``, which asks for it first, wraps the module."""
+        """Raise when ``DistributedDataParallel``, which reads this first, wraps the module."""
         raise UnsupportedError(
             f"{unit_name(self._fsdp_unit.fqn)}: expected one wrapper that reduces the gradients, "
             "got DistributedDataParallel around a unit, whose parts differ between ranks. Leave it "
@@ -307,14 +307,14 @@ class UnitModule(UserMethods):
         )
 
     def __dir__(self) -> list[str]:
-        """Names without that of the property above, which inspection would run into."""
+        """Names without the property above, which raises when inspected."""
         names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
         return [name for name in names if name != "_ddp_params_and_buffers_to_ignore"]
 
     def _fsdp_reaches(self, original: OriginalParameter, recurse: bool) -> bool:
-        """Whether ``_apply`` of this module is for a parameter of its unit.
+        """Whether ``_apply`` of this module converts a parameter of its unit.
 
-        It is not for those of a list's other modules and, without ``recurse``, of submodules.
+        False for the unit's other modules and, without ``recurse``, for submodules.
         """
         if not recurse:
             return any(module is self for module, *_ in original.sites)
@@ -330,11 +330,11 @@ class UnitModule(UserMethods):
         )
 
     def __prepare_scriptable__(self) -> Any:
-        """Raise where ``torch.jit.script``, which asks for it first, compiles the module."""
+        """Raise when ``torch.jit.script``, which calls this first, compiles the module."""
         raise tracer_error("torch.jit.script")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A model of its own in the same process groups; compiled code is not copied."""
+        """Copy the model within the same process groups; compiled code is not copied."""
         for unit in self._fsdp_root.units:
             unit.write_back()
             for original in unit.originals():
@@ -343,14 +343,14 @@ class UnitModule(UserMethods):
             return deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
 
     def _fsdp_finish_copy(self) -> None:
-        """Give a copy what belongs to the process."""
+        """Rebuild what a copy cannot share with the original."""
         unit = self._fsdp_own_unit
         for flat in unit.flats:
             flat.point_originals_to_shard()
         watch_optimizers(unit.flats)
         for original in unit.originals():
             mark_managed(original.param, unit.paths.fqn_of(original.fqn))
-        self._fsdp_tell_inner()
+        self._fsdp_link_inner()
         self._fsdp_compiled_bodies = {}
         self._fsdp_compiled_before = None
         self._fsdp_hook_tables = None
@@ -360,12 +360,7 @@ class UnitModule(UserMethods):
             self._fsdp_give_own_code()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``nn.Module``; it works under ``torch.inference_mode()``, too.
-
-        Args:
-            args: as in ``nn.Module``.
-            kwargs: as in ``nn.Module``.
-        """
+        """``nn.Module.state_dict``, which also works under ``torch.inference_mode()``."""
         is_grad_enabled = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
             return super().state_dict(*args, **kwargs)
@@ -375,15 +370,12 @@ class UnitModule(UserMethods):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As in ``nn.Module``, with plain FQNs; a wrapper and its module share one.
+        """``nn.Module.named_modules`` with plain FQNs; a wrapper and its module share one.
 
-        Args:
-            memo: as in ``nn.Module``.
-            prefix: as in ``nn.Module``.
-            remove_duplicate: as in ``nn.Module``.
+        ``memo``, ``prefix`` and ``remove_duplicate`` are those of ``nn.Module``.
         """
         self._fsdp_own_root.recover()
-        if not prefix:  # torch.fx asks, and may then trace the forward without the unit's hooks
+        if not prefix:  # torch.fx calls this before it traces a forward without the unit's hooks
             refuse_tracers()
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             yield module_tree.plain_fqn(name), module
@@ -437,7 +429,7 @@ def _load_shards(
 
 
 def _loaded_hook(module: nn.Module, report: Any) -> None:
-    """Runs when a unit's inner module has been loaded, through its wrapper or by itself."""
+    """Clean up key names after a load, through the wrapper or through its module."""
     own = module if isinstance(module, UnitModule) else module_tree.wrapper_of(module)
     if own is None or own._fsdp_loading is None:  # loaded without the unit
         return
@@ -446,13 +438,13 @@ def _loaded_hook(module: nn.Module, report: Any) -> None:
     model.plain_names_after_load(prefix, keys, messages)
 
 
-# A wrapped module whose own state_dict() or load_state_dict() is called (``model.module``, or a
-# method of it like transformers' ``save_pretrained``) has hooks of its own: without them it would
-# write this rank's parts as if they were the parameters. Called by its wrapper they do nothing.
+# State dicts of the wrapped module itself, as from ``model.module.state_dict()`` or transformers'
+# ``save_pretrained``. Without these hooks they would contain this rank's shards in place of the
+# parameters. The hooks do nothing when the wrapper calls the module.
 
 
 def _called_on(inner: nn.Module, prefix: str) -> UnitModule | None:
-    """The wrapper of a module whose own method was called, not its wrapper's."""
+    """Return the wrapper if the module's own method was called, not its wrapper's."""
     wrapper: UnitModule | None = module_tree.wrapper_of(inner)
     return None if module_tree.is_inside_wrapper(prefix) else wrapper
 
@@ -478,20 +470,17 @@ def _inner_load_hook(
 
 
 # -- deep copy -------------------------------------------------------------------------------------
-# Deep copies of a wrapped model: process groups are shared, everything else is new.
+# A copy shares process groups with the original. Everything else is new.
 
 
 _COPIES = "fsdp_dynamo: copies to be finished"
 
 
 def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[Any, Any], *, is_outermost: bool) -> Any:
-    """A copy of a wrapper and all below, as ``copy.deepcopy`` wants it.
+    """Copy a unit's module and everything below it, for ``copy.deepcopy``.
 
-    State that belongs to the process (registered name, compiled code) is left to the caller, who
-    gives it in ``finished_copies``.
-
-    Raises:
-        FSDPStateError: a nested wrapper by itself, whose unit belongs to its root's schedule.
+    State that belongs to the process (registered name, compiled code) is left to
+    ``finished_copies``.
     """
     is_alone = not any(id(group) in memo for group in unit.config.groups.all)
     if is_alone and not is_outermost:
@@ -499,7 +488,7 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[Any, Any], *, is_outerm
             f"{unit_name(unit.fqn)}: expected a copy of the outermost unit's module, got a nested "
             "one by itself. Copy the whole model, or the module before it is wrapped."
         )
-    groups = (*unit.config.groups.every, unit.settings.regathers_among)
+    groups = (*unit.config.groups.communicators, unit.settings.regathers_among)
     for group in groups:
         memo[id(group)] = group
     new = object.__new__(type(wrapper))
@@ -512,9 +501,9 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[Any, Any], *, is_outerm
 
 @contextmanager
 def finished_copies(memo: dict[Any, Any], finish: Callable[[Any], None]) -> Iterator[None]:
-    """Finish all copies that are made inside, when the last of them has all of its attributes.
+    """Finish all copies made inside once the last copy has all of its attributes.
 
-    Modules of one unit hold each other: one is copied in the middle of the other.
+    Modules of one unit refer to each other, so one is copied while another is incomplete.
     """
     if _COPIES in memo:
         yield

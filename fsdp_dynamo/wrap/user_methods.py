@@ -1,4 +1,4 @@
-"""Public methods of a unit module besides its forward."""
+"""Public methods of a unit's module, besides its forward."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ from fsdp_dynamo.errors import (
 
 
 class UserMethods(nn.Module):
-    """Methods that work on units; ``UnitModule`` adds the rest."""
+    """Methods for users that work on units; base class of ``UnitModule``."""
 
     _fsdp_own_root: Root
     _fsdp_own_unit: Unit
     _fsdp_runs_method: bool
     _fsdp_graph_settings: str
 
-    # After a backward that raised, views of freed storage are left in the modules: autograd has no
-    # hook for it. These properties recover before they return; traced code reads the attributes.
+    # A backward that raised leaves views of freed storage in the modules, and autograd has no hook
+    # that could clean up. So these properties recover first. Traced code reads the attributes
+    # ``_fsdp_own_*`` instead, since Dynamo must not trace the recovery.
 
     @property
     def _fsdp_root(self) -> Root:
-        """The schedule of all units, recovered from a backward that raised."""
+        """Schedule of all units, after recovery from a backward that raised."""
         self._fsdp_own_root.recover()
         return self._fsdp_own_root
 
     @property
     def _fsdp_unit(self) -> Unit:
-        """The module's unit, recovered from a backward that raised."""
+        """Unit of this module, after recovery from a backward that raised."""
         self._fsdp_own_root.recover()
         return self._fsdp_own_unit
 
@@ -60,7 +61,7 @@ class UserMethods(nn.Module):
         return self._fsdp_root.units[0] is self._fsdp_unit
 
     def _fsdp_require_outermost(self, what: str) -> None:
-        """Refuse on a part of the model what concerns all units."""
+        """Raise unless this is the outermost unit, as calls that concern all units require."""
         if not self._fsdp_is_outermost():
             raise FSDPStateError(
                 f"{unit_name(self._fsdp_unit.fqn)}: expected the outermost unit of the model for "
@@ -71,10 +72,10 @@ class UserMethods(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate unsharded gradients without communication while open.
+        """Accumulate unsharded gradients without communication inside this context.
 
-        Costs the memory of one unsharded gradient per unit; without it, gradients accumulate in
-        sharded form at the cost of one reduction per backward.
+        Costs the memory of one unsharded gradient per unit. Outside the context, gradients
+        accumulate as shards and every backward reduces once.
 
         Raises:
             FSDPStateError: entered within a step, or not on the outermost unit.
@@ -85,7 +86,9 @@ class UserMethods(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next steps reduce gradients. DDP's name; setting it is as ``no_sync()``.
+        """Whether the next steps reduce gradients; ``False`` is a ``no_sync()`` without context.
+
+        The name is that of ``DistributedDataParallel``.
 
         Raises:
             FSDPStateError: set within a step, or not on the outermost unit.
@@ -101,17 +104,17 @@ class UserMethods(nn.Module):
         """Clip all gradients by their global norm; every rank must call it.
 
         Args:
-            max_norm: the bound.
-            norm_type: p of the p-norm; ``inf``: the largest absolute value.
+            max_norm: largest norm allowed.
+            norm_type: p of the p-norm; ``inf`` is the largest absolute value.
 
         Returns:
-            The norm before clipping: a scalar in the dtype that gradients of all units are promoted
-            to (computed in float32 at least), equal on all ranks. A warning where there are none.
+            The norm before clipping, equal on all ranks: a scalar in the dtype that the gradients
+                promote to. It is computed in float32 at least. Without gradients, warns.
 
         Raises:
             FSDPStateError: not on the outermost unit.
-            UnsupportedError: a unit is on fewer ranks than the root, and the others hold different
-                values of it.
+            UnsupportedError: a unit is sharded over fewer ranks than the root, and the remaining
+                ranks hold different values.
         """
         self._fsdp_require_outermost("clip_grad_norm_()")
         for unit in self._fsdp_root.units:
@@ -124,10 +127,10 @@ class UserMethods(nn.Module):
         return clip_grad_norm(flats, others, groups, float(max_norm), norm_type)
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Refuse ``torch.distributed.algorithms.join.Join``, which calls it.
+        """Refuse ``torch.distributed.algorithms.join.Join``, which calls this method.
 
         Args:
-            kwargs: those of ``Join``.
+            kwargs: arguments of ``Join``.
 
         Raises:
             UnsupportedError: always.
@@ -140,16 +143,16 @@ class UserMethods(nn.Module):
         )
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Reduce gradients with a hook of the user's in eager and on the hooks mode.
+        """Reduce gradients with a hook of the user's (eager and hooks mode).
 
         Args:
-            state: the hook's first argument; ``None``: a ``comm_hooks.HookState``.
-            hook: see ``fsdp_dynamo.comm.comm_hooks``, which has hooks in low precision.
+            state: first argument of the hook; ``None`` creates a ``comm_hooks.HookState``.
+            hook: see ``fsdp_dynamo.comm.comm_hooks``, which also has low-precision hooks.
 
         Raises:
-            FSDPStateError: on a wrapper that is not the outermost one, or the second time.
-            FSDPTypeError: not callable.
-            UnsupportedError: with a hybrid strategy, or HIERARCHICAL_SHARD.
+            FSDPStateError: not on the outermost unit, or the model has a hook already.
+            FSDPTypeError: ``hook`` is not callable.
+            UnsupportedError: hybrid strategies and HIERARCHICAL_SHARD.
         """
         where = "register_comm_hook()"
         if not callable(hook):
@@ -162,25 +165,24 @@ class UserMethods(nn.Module):
             raise FSDPStateError(
                 f"{where}: expected one call for the whole model, got the second one. Call it once."
             )
-        strategy = self._fsdp_unit.config.strategy
+        strategy = self._fsdp_unit.config.sharding_strategy
         if strategy.is_hybrid or strategy.is_hierarchical:
             raise UnsupportedError(
                 f"{where}: expected a strategy without replicas or a hierarchy, got "
-                f"{self._fsdp_unit.config.strategy.name}. Use FULL_SHARD, SHARD_GRAD_OP or "
-                "NO_SHARD with a hook."
+                f"{strategy.name}. Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook."
             )
         for flat in flats:
             flat.set_comm_hook(partial(hook, HookState(flat.groups) if state is None else state))
 
     def register_forward_method(self, name: str) -> None:
-        """Let a method of the module run with this unit's parameters unsharded, like its forward.
+        """Unshard this unit while a method of the module runs, as its forward does.
 
-        For methods that call the module's own ``forward``, such as ``generate()``. Nested units
-        are unsharded when they are called. The method runs eagerly; of a generator, each step.
-        (Upstream's ``register_fsdp_forward_method``.)
+        For methods that call the module's own ``forward``, such as ``generate()``. Nested units are
+        unsharded when they are called. The method runs eagerly; each step of a generator is such a
+        run. (FSDP2's ``register_fsdp_forward_method``.)
 
         Raises:
-            FSDPValueError: the module has no such method.
+            FSDPValueError: the module has no method of this name.
         """
         inner = self._fsdp_inner()
         if not callable(getattr(inner, name, None)):
@@ -204,7 +206,7 @@ class UserMethods(nn.Module):
             self._fsdp_runs_method = False
 
     def _fsdp_iterate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Run a generator method; the unit is unsharded in each of its steps."""
+        """Run a generator method; the unit is unsharded during each of its steps."""
         device, dtype = self._fsdp_unit.device, self._fsdp_input_dtype
         args, kwargs = hooks.prepare_inputs(device, dtype, args, kwargs)
         steps, end = method(*args, **kwargs), object()
@@ -213,13 +215,16 @@ class UserMethods(nn.Module):
 
     @property
     def _fsdp_input_dtype(self) -> torch.dtype | None:
-        """The dtype that floating-point inputs are cast to now; ``None``: not cast."""
+        """Dtype that floating-point inputs are cast to now; ``None``: not cast."""
         raise NotImplementedError
 
     # -- original parameters ---------------------------------------------------------------------
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """As in ``nn.Module``, on whole parameters: for initialisation. Ranks must do the same."""
+        """Apply a function to all modules, with their parameters unsharded.
+
+        For initialization. All ranks must make the same changes.
+        """
         with summon_full_params(self):
             return super().apply(fn)
 
@@ -228,32 +233,33 @@ class UserMethods(nn.Module):
     def update_whole(
         self, parts: Mapping[str, torch.Tensor], update: WholeUpdate
     ) -> dict[str, torch.Tensor]:
-        """Update whole tensors, each on one rank, of which every rank holds its part.
+        """Update whole tensors, each on one rank, whose shards are spread over all ranks.
 
-        For optimizers on matrices: each matrix is gathered on one rank, updated there, and
-        every rank gets its part of the result. All ranks must call it with the same names.
+        For optimizers on matrices: one rank gathers each matrix and updates it, then every rank
+        gets its shard of the result. All ranks must pass the same names.
 
         Args:
-            parts: by plain FQN, DTensors placed as the parameter: its gradient, a momentum, itself.
-            update: called as ``update(fqn, whole)``, ``whole`` in the parameter's shape, on one
-                rank (on all where the parameter is not sharded); returns a tensor of that shape.
+            parts: DTensors by plain FQN, placed as the parameter: its gradient, a momentum or
+                itself.
+            update: called as ``update(fqn, whole)`` on one rank, on all where the parameter is not
+                sharded; ``whole`` and the tensor it returns have the parameter's shape.
 
         Returns:
-            What ``update`` returned, by FQN, as DTensors like those of ``parts``.
+            The results of ``update`` by FQN, as DTensors placed as those of ``parts``.
 
         Raises:
-            FSDPValueError: an unknown name, a tensor placed or a result shaped otherwise.
-            UnsupportedError: tensor parallelism has split one of these parameters too.
+            FSDPValueError: unknown name, other placement, or result of another shape.
+            UnsupportedError: tensor parallelism splits one of the parameters too.
         """
         return update_whole(self._fsdp_root.units, parts, update)
 
     def flat_parameter_of(self, fqn: str) -> FlatParameter:
-        """The flat parameter that holds the parameter with this plain FQN.
+        """Return the flat parameter that holds the parameter with this plain FQN.
 
-        Of its tensors ``sharded``, this rank's ``(padded_numel / N,)``, is always there.
+        Its attribute ``sharded``, this rank's ``(padded_numel / N,)``, is always available.
 
         Raises:
-            FSDPValueError: if no unit holds a parameter of that name.
+            FSDPValueError: no unit holds a parameter of that name.
         """
         for unit in self._fsdp_root.units:
             for flat in unit.flats:
@@ -276,26 +282,24 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Original parameters with their whole values and shapes while open; between steps only.
+    """Put whole parameters into the modules inside this context; between steps only.
 
-    Modules hold whole, plain parameters in the place of DTensors. Every rank must open and leave
-    the context. Units that are summoned already (nested calls) stay as they are until the outer
-    context ends. Meanwhile the model runs under ``torch.no_grad()`` only. ``state_dict()`` inside
-    gives whole tensors without communication, so rank 0 alone may call it.
+    Plain parameters with whole values and shapes replace the DTensors. Every rank must enter and
+    leave the context. Nested contexts leave units alone that are summoned already. Inside, the
+    model only runs under ``torch.no_grad()``, and ``state_dict()`` returns whole tensors without
+    communication, so rank 0 alone may call it.
 
     Args:
-        module: a wrapper, or a module with wrappers below.
-        recurse: all units in ``module``; else only its own, if it is a wrapper.
-        writeback: keep changes. Ranks must make the same ones, unless ``rank0_only``.
-        rank0_only: whole values on rank 0 only, parts on the others; with ``writeback`` rank
-            0's changes go to all.
-        offload_to_cpu: whole values in host memory.
-        with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
-            ``None`` inside.
+        module: a unit's module, or a module that contains such modules.
+        recurse: all units in ``module``; otherwise only its own.
+        writeback: keep changes; all ranks must make the same ones, unless ``rank0_only``.
+        rank0_only: whole values on rank 0 only; with ``writeback``, all ranks get rank 0's changes.
+        offload_to_cpu: put whole values into host memory.
+        with_grads: show whole gradients too; otherwise ``.grad`` is ``None`` inside.
 
     Raises:
         FSDPStateError: a unit is in its forward or backward.
-        UnsupportedError: tensor parallelism has split a parameter too.
+        UnsupportedError: tensor parallelism splits a parameter too.
     """
     found = module_tree.unit_modules(module)
     chosen: list[UserMethods] = [m for _, m in found if recurse or m is module]

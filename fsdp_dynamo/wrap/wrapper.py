@@ -12,23 +12,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import module_tree
 from fsdp_dynamo.api import (
+    Arguments,  # noqa: F401  # named in the docstring
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    UnitArguments,  # noqa: F401  # named in the docstring
+    collect_arguments,
 )
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
 from fsdp_dynamo.state_dict import methods
 from fsdp_dynamo.wrap import build
-from fsdp_dynamo.wrap.arguments import check_module, note_use_dtensor
+from fsdp_dynamo.wrap.arguments import check_module
 from fsdp_dynamo.wrap.attributes import WrapperAttributes
-from fsdp_dynamo.wrap.construct import Arguments, Constructed, construct
+from fsdp_dynamo.wrap.construct import Constructed, construct
 from fsdp_dynamo.wrap.user_methods import summon_full_params
 
 
 class FullyShardedDataParallel(WrapperAttributes):
-    """Shards a module's parameters, gradients and optimizer state over the ranks.
+    """Wrapper that shards a module's parameters, gradients and optimizer state over ranks.
 
     ``model = FullyShardedDataParallel(model, auto_wrap_policy=...)`` replaces the chosen
     submodules by wrappers in place and returns the outermost one. Each wrapper is one unit.
@@ -36,45 +39,16 @@ class FullyShardedDataParallel(WrapperAttributes):
     ``torch.compile(model, fullgraph=True, backend="fsdp_dynamo")`` (graph mode).
 
     Args:
-        module: the module to wrap. DTensors take the place of its parameters (``Shard(0)``;
-            ``Replicate()`` with ``NO_SHARD``): make optimizers afterwards.
-        process_group: ranks to shard over; the default group if not given. With a hybrid
-            strategy a pair (shard group, replicate group); not given, each node is a replica.
-        sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
-        cpu_offload: keep shards, gradients and so the optimizer's state in host memory; each
-            unshard copies this rank's part to the device. On CPU it changes nothing.
-        auto_wrap_policy: which submodules become units of their own.
-        backward_prefetch: see ``BackwardPrefetch``; ``None`` prefetches nothing.
-        mixed_precision: see ``MixedPrecision``.
-        ignored_modules: modules that stay as they are.
-        ignored_states: modules or parameters that stay as they are.
-        param_init_fn: initialises modules that are on the meta device; called with each module
-            that holds such tensors itself, in the order of ``modules()``, when they have storage;
-            if it writes none of them, once more with those on the meta device.
-            By default the modules' own ``reset_parameters()``.
-        device_id: the device to move the module to before it is sharded.
-        sync_module_states: broadcast rank 0's parameters and buffers first.
-        forward_prefetch: issue the next unit's all-gather before the current unit's forward.
-            ``None`` (default): on CPU only, whose host does not run ahead of the device.
-        limit_all_gathers: accepted; at most one unit is gathered ahead in any case (on the graph
-            path: ``max_in_flight`` of ``GraphOptions``).
-        use_orig_params: ``False`` is accepted in eager and refused under compile.
-        device_mesh: a mesh in place of ``process_group``: 1-D, or with a hybrid strategy 2-D
-            (replicas, shards).
-        reduction_group: another process group of the ranks that shard, for the gradients: its
-            reduce-scatters do not queue behind all-gathers in one communicator. By default the
-            two share a group.
-        use_dtensor: deprecated; parameters are DTensors.
-        collective_precision: formats with fewer bits in which shards of parameters and gradients
-            travel; a policy's dict of arguments may have one for a unit.
-        unsharded_budget_bytes: with ``SHARD_GRAD_OP`` and ``HYBRID_SHARD_ZERO2``, bytes of
-            unsharded flat parameters that may stay between forward and backward, on top of the
-            root's: the last units of the forward that fit. The others reshard, as with
-            ``FULL_SHARD``. By default all stay.
+        module: the module to wrap. DTensors replace its parameters (``Shard(0)``; ``Replicate()``
+            with ``NO_SHARD``), so make optimizers afterwards.
+        use_orig_params: ``False`` is accepted in eager mode and refused under compile.
+
+    For the other arguments see ``Arguments`` and see ``UnitArguments``. A policy may change some of
+    them for a single unit.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed. The message says what was
-            expected, what came, where, and what to do.
+            expected, what was found, where, and what to do.
 
     Source: FSDP (arXiv:2304.11277) and ZeRO (arXiv:1910.02054); names and arguments are those of
     ``torch.distributed.fsdp.FullyShardedDataParallel``.
@@ -99,38 +73,16 @@ class FullyShardedDataParallel(WrapperAttributes):
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         reduction_group: dist.ProcessGroup | None = None,
-        use_dtensor: bool | None = None,
         collective_precision: CollectivePrecision | None = None,
         unsharded_budget_bytes: int | None = None,
     ) -> None:
+        given = collect_arguments(locals())
         check_module(module)
-        note_use_dtensor(use_dtensor)
         compiled = None
         if isinstance(module, torch._dynamo.OptimizedModule):
             compiled, module = module, module._orig_mod
             check_module(module)
-        made = construct(
-            module,
-            Arguments(
-                process_group=process_group,
-                sharding_strategy=sharding_strategy,
-                cpu_offload=cpu_offload,
-                auto_wrap_policy=auto_wrap_policy,
-                backward_prefetch=backward_prefetch,
-                mixed_precision=mixed_precision,
-                ignored_modules=ignored_modules,
-                ignored_states=ignored_states,
-                param_init_fn=param_init_fn,
-                device_id=device_id,
-                sync_module_states=sync_module_states,
-                forward_prefetch=forward_prefetch,
-                device_mesh=device_mesh,
-                reduction_group=reduction_group,
-                collective_precision=collective_precision,
-                unsharded_budget_bytes=unsharded_budget_bytes,
-                limit_all_gathers=limit_all_gathers,
-            ),
-        )
+        made = construct(module, given)
         _wrap_children(module, made, use_orig_params)
         self._setup(module, made, use_orig_params)
         self._fsdp_become_root()
@@ -160,13 +112,13 @@ class FullyShardedDataParallel(WrapperAttributes):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; of a checkpoint wrapper, the module inside."""
+        """Wrapped module; for a checkpoint wrapper, the module inside it."""
         inner = self._modules[module_tree.WRAPPED]
         assert inner is not None
         return inner._modules.get(module_tree.CHECKPOINTED) or inner
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the wrapped module are reachable through the wrapper."""
+        """Look attributes up on the wrapped module if the wrapper has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -177,7 +129,7 @@ class FullyShardedDataParallel(WrapperAttributes):
             return getattr(self._modules[module_tree.WRAPPED], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes that the wrapped module has, and a wrapper has not, are set there."""
+        """Set attributes on the wrapped module if only the wrapped module has them."""
         inner = self.__dict__.get("_modules", {}).get(module_tree.WRAPPED)
         is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         if isinstance(getattr(type(self), name, None), property):
@@ -188,13 +140,13 @@ class FullyShardedDataParallel(WrapperAttributes):
             setattr(inner, name, value)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells ``torch.distributed.checkpoint.state_dict`` whose name is in no key."""
+        """Name that ``torch.distributed.checkpoint.state_dict`` leaves out of keys."""
         return {"": module_tree.WRAPPED}
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
-    # Upstream's static methods. They take any module; those of ``fully_shard`` do not have them.
+    # FSDP1's static methods, which accept any module.
 
     summon_full_params = staticmethod(summon_full_params)
     state_dict_type = staticmethod(methods.state_dict_type)
@@ -211,14 +163,19 @@ class FullyShardedDataParallel(WrapperAttributes):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All wrappers in ``module``, or only the outermost ones."""
+        """All wrappers in ``module``.
+
+        Args:
+            module: any module.
+            root_only: only the outermost wrappers.
+        """
         units = [m for _, m in module_tree.unit_modules(module)]
         found = [m for m in units if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m._fsdp_is_outermost()] if root_only else found
 
 
 def _wrap_children(root: nn.Module, made: Constructed, use_orig_params: bool) -> None:
-    """Put a wrapper in the place of every unit's module below ``root``, innermost first."""
+    """Replace every unit's module below ``root`` by its wrapper, innermost first."""
     wrappers: dict[nn.Module, FullyShardedDataParallel] = {}
 
     def visit(module: nn.Module) -> None:

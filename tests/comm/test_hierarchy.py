@@ -333,7 +333,7 @@ def _with_whole_units(rank: int, world_size: int) -> tuple[list[float], list[flo
     chosen = {plain.blocks[0]: whole, plain.blocks[2]: True}
     policy = CustomPolicy(lambda module: chosen.get(module, False))
     model = _sharded(model=plain, auto_wrap_policy=policy)
-    strategies = [unit.config.strategy.name for unit in model._fsdp_root.units]
+    strategies = [unit.config.sharding_strategy.name for unit in model._fsdp_root.units]
     assert sorted(strategies) == [
         "FULL_SHARD",
         "HIERARCHICAL_SHARD",

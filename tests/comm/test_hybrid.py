@@ -118,7 +118,7 @@ def _one_replica_or_one_shard(rank: int, world_size: int, shape: tuple[int, int]
     mesh = init_device_mesh("cpu", shape)
     model = wrap(make_transformer(num_blocks=1), device_mesh=mesh, sharding_strategy=HYBRID)
     got, _ = train(in_mode(model, "graph"), rank)
-    return expected, got, model._fsdp_unit.config.strategy.name
+    return expected, got, model._fsdp_unit.config.sharding_strategy.name
 
 
 @pytest.mark.parametrize(("shape", "strategy"), [((1, 2), "HYBRID_SHARD"), ((2, 1), "NO_SHARD")])

@@ -108,7 +108,7 @@ def _sharded_and_whole(rank: int, world_size: int, mode: str) -> list[Norms]:
         lambda m: {"sharding_strategy": strategies[m]} if isinstance(m, Block) else False
     )
     wrapped = FSDP(plain, auto_wrap_policy=policy)
-    used = [unit.config.strategy.name for unit in wrapped._fsdp_root.units]
+    used = [unit.config.sharding_strategy.name for unit in wrapped._fsdp_root.units]
     assert used == ["FULL_SHARD", "NO_SHARD", "FULL_SHARD"]
     return _norms(rank, world_size, wrapped, mode)
 

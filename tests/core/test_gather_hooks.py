@@ -424,7 +424,7 @@ def test_a_budget_counts_them(rank: int) -> None:
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             unsharded_budget_bytes=40,
         )
-        strategies.append([unit.config.strategy for unit in model._fsdp_root.units])
+        strategies.append([unit.config.sharding_strategy for unit in model._fsdp_root.units])
     assert strategies[0] == strategies[1]
 
 

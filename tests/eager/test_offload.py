@@ -15,6 +15,7 @@ from modes import in_mode
 from pool import RankPool
 
 from fsdp_dynamo import FSDP, CPUOffload, FSDPTypeError, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.api import converted
 from fsdp_dynamo.wrap import arguments
 
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -95,6 +96,6 @@ def test_whole_parameters(ranks: RankPool) -> None:
 
 def test_not_an_offload() -> None:
     with pytest.raises(FSDPTypeError, match="expected a CPUOffload or None, got True"):
-        arguments.cpu_offload_of(True)
+        converted("cpu_offload", True)
     assert not arguments.offloads(CPUOffload(offload_params=True), torch.device("cpu"))
     assert arguments.offloads(CPUOffload(offload_params=True), torch.device("cuda"))

@@ -376,7 +376,7 @@ def _replace(owner: Any, name: str, new: Callable[..., Any]) -> Callable[[], Any
 
 
 def _settle_without_waiting(streams: SideStreams) -> None:
-    retired, streams._retired = streams._retired, []
+    retired, streams._to_free = streams._to_free, []
     for storages, _ in retired:
         _free_at_once(streams, storages)
 
@@ -459,9 +459,9 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a gather is waited for elsewhere": (
         "sharded", _replace(Unit, "_wait_gathers", _wait_on_the_wrong_stream)),
     "gathers do not wait before memory is used again": (
-        "sharded", _replace(SideStreams, "settle", _settle_without_waiting)),
+        "sharded", _replace(SideStreams, "free_pending", _settle_without_waiting)),
     "unsharded parameters are freed at once": (
-        "sharded", _replace(SideStreams, "retire", _free_at_once)),
+        "sharded", _replace(SideStreams, "free_later", _free_at_once)),
     "a first gather does not wait for the optimizer": (
         "sharded", _replace(Root, "_sync_gathers", _settle_but_at_the_start)),
     "unsharded parameters are of the computing stream's pool": (
@@ -469,7 +469,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a cast is not waited for": (
         "not sharded", _replace(StreamEvent, "wait", lambda event: None)),
     "a cast shard is given back while it is sent": (
-        "low precision by demand", _replace(SideStreams, "settle", lambda streams: None)),
+        "low precision by demand", _replace(SideStreams, "free_pending", lambda streams: None)),
     "a reduction is not waited for": (
         "sharded", _replace(PendingReduce, "finish", _finish_without_waiting)),
     "a gradient is given back while it is sent": (
@@ -493,7 +493,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 IN_GRAPHS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a shard's copy does not wait before it uses memory again": (
-        "offloaded", _replace(SideStreams, "settle", lambda streams: None)),
+        "offloaded", _replace(SideStreams, "free_pending", lambda streams: None)),
     "a shard's copy is given back while it is sent": (
         "offloaded", _replace(offloading, "free_sent", lambda output: offloading._staged.clear())),
     "a gradient is given back while it is copied": (
@@ -503,7 +503,7 @@ IN_GRAPHS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a copy that is not gathered is not waited for": (
         "offloaded, not sharded", _replace(StreamEvent, "wait", lambda event: None)),
     "a copy that is not gathered does not wait for what had its memory": (
-        "offloaded, not sharded", _replace(SideStreams, "settle", lambda streams: None)),
+        "offloaded, not sharded", _replace(SideStreams, "free_pending", lambda streams: None)),
 }  # fmt: skip
 """Faults of offload in graph mode."""
 

@@ -239,6 +239,10 @@ def test_an_unwatched_collective_is_seen() -> None:
 # -- the watcher itself ----------------------------------------------------------------------------
 
 
+class _Group:
+    """A process group that is only looked up."""
+
+
 def test_the_watcher_survives_an_error() -> None:
     """It tells the error once, and checks the same wait again."""
     seen = threading.Semaphore(0)
@@ -251,11 +255,11 @@ def test_the_watcher_survives_an_error() -> None:
 
     with (
         mock.patch.object(watchdog, "PERIOD_S", 0.01),
-        mock.patch.object(watchdog, "_noticed", check),
         mock.patch.object(watchdog.warnings, "warn") as warn,
     ):
         watcher = watchdog._Watchdog()
-        watcher.begin(object())  # type: ignore[arg-type]
+        watcher.check_others = check
+        watcher.begin(_Group())  # type: ignore[arg-type]
         try:
             for _ in range(3):
                 assert seen.acquire(timeout=LIMIT_S)

@@ -50,7 +50,7 @@ def _two_devices() -> None:
 
 def _cpu_tensors_with_nccl() -> None:
     """A group of ranks that, as an NCCL group, serves no CPU."""
-    with mock.patch.object(deferred_init, "_serves_cpu", return_value=False):
+    with mock.patch.object(deferred_init, "serves_cpu", return_value=False):
         FSDP(nn.Linear(2, 2), sync_module_states=True)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_dynamo import (
@@ -373,24 +374,21 @@ def test_unshard_and_reshard_by_hand(ranks: RankPool) -> None:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Overriding:
-    """A ``MixedPrecisionPolicy`` of torch 2.15: biases compute in another dtype."""
+@dataclass(frozen=True)
+class _Overriding(MixedPrecisionPolicy):
+    """``MixedPrecisionPolicy`` of torch 2.15: biases compute in another dtype."""
 
-    param_dtype: torch.dtype
-    wanted: torch.dtype
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
+    wanted: torch.dtype | None = None
 
-    def param_dtype_override_fn(self, param: nn.Parameter) -> torch.dtype | None:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "param_dtype_override_fn", self._override)
+
+    def _override(self, param: nn.Parameter) -> torch.dtype | None:
         return self.wanted if param.ndim == 1 else None
 
 
 def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
     """What is refused, and how upstream's spellings are read."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrong: dict[str, Any] = {
         "no unit yet": lambda: fully_shard(fully_shard(nn.Linear(2, 2))),
@@ -436,7 +434,7 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
         fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=False),
         fully_shard(nn.Linear(2, 2), mp_policy=half, reshard_after_forward=2),
     ]
-    strategies = [model._fsdp_unit.config.strategy.name for model in models]
+    strategies = [model._fsdp_unit.config.sharding_strategy.name for model in models]
     bias = nn.Linear(2, 2)
     fully_shard(bias, ignored_params=[bias.bias])
     return missing, [

@@ -335,7 +335,7 @@ def _policies(rank: int, world_size: int) -> list[list[str]]:
         )
     )
     wrapped = FSDP(make_transformer(num_blocks=2), auto_wrap_policy=custom)
-    strategies = [u.config.strategy.name for u in wrapped._fsdp_root.units]
+    strategies = [u.config.sharding_strategy.name for u in wrapped._fsdp_root.units]
     return [
         units(),
         units(auto_wrap_policy=ModuleWrapPolicy({Block})),

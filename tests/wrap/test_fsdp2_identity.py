@@ -62,7 +62,7 @@ def _asked(rank: int, world_size: int) -> dict[str, bool]:
         "not the wrapper": not isinstance(FSDP(nn.Linear(2, 2)), upstream.FSDPModule),
         "still its own class": isinstance(model, _Net),
         "a registered method": ours,
-        "torch's function": "use that of fsdp_dynamo" in torchs,
+        "torch's function": "Use fsdp_dynamo.register_fsdp_forward_method" in torchs,
         "a shared context": "private state" in shared,
         "a later method": "private state" in later,
         "converted": model(torch.ones(1, 2).double()).dtype == torch.float64,

@@ -71,7 +71,7 @@ def _choices(rank: int, world_size: int) -> dict[str, list[str]]:
     )
     fully_shard(model, policy=policy, reshard_after_forward=False, **kwargs)
     return {
-        name: [unit.config.strategy.name for unit in one._fsdp_root.units]
+        name: [unit.config.sharding_strategy.name for unit in one._fsdp_root.units]
         for name, one in (("sizes", model), ("replicas", hybrid))
     }
 

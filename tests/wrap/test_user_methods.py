@@ -25,9 +25,9 @@ from fsdp_dynamo import (
     FSDPError,
     ShardedGradScaler,
     ShardingStrategy,
-    comm_hooks,
     record_events,
 )
+from fsdp_dynamo.comm import comm_hooks
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
