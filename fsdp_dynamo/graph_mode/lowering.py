@@ -1,4 +1,8 @@
-"""The last step on a scheduled graph: functional collectives become calls of ``graph_ops``."""
+"""Lowering, the last step on a scheduled graph: collectives become calls of our functions.
+
+Collectives, waits and copies become calls of ``operators`` and ``offloading``. Writes into flat
+gradients become functions (``lower_to_functions``) or in-place operators (``lower_writes``).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ _ISSUES: dict[str, tuple[_Function, _Function]] = {
     ),
     "_c10d_functional::all_reduce": (operators.all_reduce, operators.all_reduce_together),
 }
-"""Functions that run a collective alone, and several of them as one launch."""
+"""By operator: the function for one collective, and that for several in one launch."""
 
 _FROM_HOST = operators.all_gather_from_host, operators.all_gather_from_host_together
 
@@ -45,12 +49,10 @@ BOUNDARIES: frozenset[_Function] = frozenset(
         offloading.start_to_host,
     )
 )
-"""The functions that ``lower_boundaries`` puts into a graph."""
+"""Functions that ``lower_boundaries`` puts into a graph."""
 
 
 def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Collectives in order, those that are launched together in one list."""
-
     def key(node: fx.Node) -> object:
         launch = launch_of(node)
         return node if launch is None else launch
@@ -59,7 +61,7 @@ def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
-    """Replace collectives; the first launch carries the fingerprint of the whole graph.
+    """Replace collectives and give the first launch the fingerprint of the whole graph.
 
     Returns:
         By wait, the node of the output that it waits for.
@@ -84,7 +86,7 @@ def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str]) -> dict[fx.Node, 
 
 
 def _take_copies(graph: fx.Graph, gathers: list[fx.Node]) -> bool:
-    """Let all-gathers of one launch send from the host; false if not all of them do."""
+    """Let the all-gathers of a launch send from the host, if all can with equal arguments."""
     copies = [copy for node in gathers if (copy := offloading.copy_before(node)) is not None]
     if len(copies) < len(gathers) or len({copy.args[1:] for copy in copies}) > 1:
         return False
@@ -95,16 +97,18 @@ def _take_copies(graph: fx.Graph, gathers: list[fx.Node]) -> bool:
 
 
 def _issue_args(node: fx.Node) -> list[Any]:
-    """Arguments of the lowered call: without the reduce op, which is always the mean."""
+    """Return the arguments of the lowered call: all but the reduce op, which is always the mean."""
     return [arg for arg in node.args if arg != "avg"]
 
 
 def _merge(
     graph: fx.Graph, members: list[fx.Node], target: Any, texts: list[str], carried: str
 ) -> list[fx.Node]:
-    """One call in place of several collectives, and of each an item of what it returns.
+    """Replace several collectives by one call and its items.
 
-    It stands where the last one stood: what they send is there, and no wait comes before.
+    The call stands where the last collective stood: all that is sent exists there, and no wait
+        comes
+    before.
     """
     sources = [node.all_input_nodes[0] for node in members]
     items = []
@@ -127,7 +131,11 @@ def _merge(
 
 
 def _source_of(output: fx.Node, label: str) -> Any:
-    """The tensor that a lowered collective sends, unless it sends messages, or a copy of one."""
+    """Return the tensor that a lowered collective sends, to be kept alive until its wait.
+
+    ``None`` if the collective sends encoded messages or a copy from the host, which it keeps
+    itself.
+    """
     if Label.decode(label).wire:
         return None
     call, position = output.args if output.target is operator.getitem else (output, None)
@@ -138,7 +146,7 @@ def _source_of(output: fx.Node, label: str) -> Any:
 
 
 def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Labels of all collectives and waits as strings; reductions say what they lack."""
+    """Return the labels of collectives and waits as text; reductions have ``absent`` ranges."""
     labels = label_boundaries(graph)
     for node in reductions(graph):
         labels[node] = replace(labels[node], absent=tuple(absent_in(node.args[0])))
@@ -146,7 +154,7 @@ def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def lower_boundaries(graph: fx.Graph) -> None:
-    """Collectives, waits and copies call the functions themselves."""
+    """Replace collectives, waits and copies by calls of our functions."""
     labels = _labels(graph)
     offloading.lower_gradients(graph)
     for wait, output in _lower_issues(graph, labels).items():
@@ -158,7 +166,7 @@ def lower_boundaries(graph: fx.Graph) -> None:
 
 
 def lower_to_functions(graph: fx.Graph) -> None:
-    """For backends that run the graph as Python: writes into flat gradients are functions too."""
+    """Lower a graph that is run as Python: writes into flat gradients become function calls too."""
     lower_boundaries(graph)
     for node in graph.nodes:
         name = write_name(node)
@@ -167,7 +175,7 @@ def lower_to_functions(graph: fx.Graph) -> None:
 
 
 def lower_writes(graph: fx.Graph) -> None:
-    """For Inductor: writes mutate the flat gradient, and it is left to fuse copies with sums."""
+    """Lower writes for Inductor: in-place operators, and copies that it can fuse with sums."""
     aten = torch.ops.aten
     for node in list(graph.nodes):
         name = write_name(node)

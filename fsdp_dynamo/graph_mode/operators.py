@@ -1,7 +1,8 @@
-"""Collectives of a compiled graph at run time: the eager ones, recorded on request.
+"""Collectives of a compiled graph at run time.
 
-The lowering replaces functional collectives by these at the very end, after all passes. An issue
-returns a tensor that must not be read before its wait.
+``lowering`` replaces a graph's functional collectives by these functions after all passes have run.
+Each starts its collective and returns the output at once. The output must not be read before
+``wait`` returns it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _absent: dict[tuple[str, int], list[Ranges]] = {}
 
 
 def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
-    """The group of a collective; the first one of a graph makes sure that all ranks agree on it."""
+    """Return the group of this name. A fingerprint: require that all ranks run this graph."""
     group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
     if fingerprint:
         require_agreement(group, fingerprint)
@@ -57,7 +58,11 @@ def _launch(
     texts: Sequence[str],
     plans: collectives.Plans,
 ) -> None:
-    """Issue collectives at once; each is recorded by itself, in their order."""
+    """Issue several collectives as one launch, and record each of them.
+
+    On a device, collectives that also copy (packed parameters) run on a side stream, so that
+    neither the copies nor the collective hold up the computing stream.
+    """
     record = trace.current()
     labels = [_label_of(text) for text in texts]
     for label in labels:
@@ -70,7 +75,7 @@ def _launch(
     if streams is None or not any(plan is not None and plan.widths for plan in plans):
         issued = issue(outputs, inputs, group, noted, units, wires, plans)
     elif labels[0].kind == "all_gather":
-        streams.settle()  # the outputs' memory was the computing stream's
+        streams.settle()  # the computing stream may still use the outputs' memory
         with streams.gathering():
             issued = issue(outputs, inputs, group, noted, units, wires, plans)
             pairs = zip(issued, inputs, strict=True)
@@ -79,7 +84,7 @@ def _launch(
         streams.replicas_follow()
         with streams.over_replicas():  # copies in
             issued = issue(outputs, inputs, group, noted, units, wires, plans)
-        follow = streams.replicas_follow  # before the memory of messages is theirs again
+        follow = streams.replicas_follow  # before the memory of the messages is reused
         issued = [
             InFlight([one], (*one.buffers, given), finish=follow)
             for one, given in zip(issued, inputs, strict=True)
@@ -97,15 +102,15 @@ def all_gather_together(
     texts: Sequence[str],
     fingerprint: str = "",
 ) -> list[torch.Tensor]:
-    """Start all-gathers as one launch; returns the unsharded tensors, each unread until its wait.
+    """Start all-gathers as one launch and return the unsharded tensors.
 
     Args:
-        shards: of one dtype, ``(n_i,)`` each.
-        world_size: of the group.
-        group: its registered name.
-        plans: the gather plan of each, encoded.
-        texts: the label of each.
-        fingerprint: of the graph, where this launch is its first.
+        shards: ``(n_i,)`` each, all of one dtype.
+        world_size: size of the group.
+        group: registered name of the group.
+        plans: encoded gather plan of each shard.
+        texts: encoded ``Label`` of each collective.
+        fingerprint: of the graph; given with the first launch of a graph only.
     """
     ranks = _group(group, fingerprint)
     shards = [shard.contiguous() for shard in shards]
@@ -122,7 +127,7 @@ def all_gather(
     text: str,
     fingerprint: str = "",
 ) -> torch.Tensor:
-    """Start an all-gather; returns the unsharded tensor, unread until its wait."""
+    """Start an all-gather and return the unsharded tensor."""
     return all_gather_together([shard], world_size, group, [plan], [text], fingerprint)[0]
 
 
@@ -136,7 +141,7 @@ def all_gather_from_host_together(
     texts: Sequence[str],
     fingerprint: str = "",
 ) -> list[torch.Tensor]:
-    """``all_gather_together`` of shards in host memory, which are copied to ``device`` first."""
+    """Start all-gathers of shards in host memory, which are copied to ``device`` first."""
     ranks = _group(group, fingerprint)
 
     def issue(outputs: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
@@ -156,7 +161,7 @@ def all_gather_from_host(
     text: str,
     fingerprint: str = "",
 ) -> torch.Tensor:
-    """``all_gather`` of a shard in host memory, which is copied to ``device`` first."""
+    """Start an all-gather of a shard in host memory."""
     return all_gather_from_host_together(
         [shard], device, dtype, world_size, group, [plan], [text], fingerprint
     )[0]
@@ -170,10 +175,10 @@ def reduce_scatter_together(
     texts: Sequence[str],
     fingerprint: str = "",
 ) -> list[torch.Tensor]:
-    """Start means over ranks as one launch; returns this rank's parts, each unread until its wait.
+    """Start means over ranks as one launch and return this rank's parts.
 
-    ``unsharded`` holds tensors ``(n_i * world_size,)`` of one dtype; else as
-    ``all_gather_together``.
+    Args:
+        unsharded: ``(n_i * world_size,)`` each, all of one dtype.
     """
     ranks = _group(group, fingerprint)
     unsharded = [whole.contiguous() for whole in unsharded]
@@ -195,14 +200,14 @@ def reduce_scatter(
     text: str,
     fingerprint: str = "",
 ) -> torch.Tensor:
-    """Start a mean over ranks; returns this rank's part, unread until its wait."""
+    """Start a mean over ranks and return this rank's part."""
     return reduce_scatter_together([unsharded], world_size, group, [plan], [text], fingerprint)[0]
 
 
 def all_reduce_together(
     tensors: Sequence[torch.Tensor], group: str, texts: Sequence[str], fingerprint: str = ""
 ) -> list[torch.Tensor]:
-    """Start means over ranks of copies as one launch; returns them, each unread until its wait."""
+    """Start means over ranks of copies as one launch and return the copies."""
     ranks = _group(group, fingerprint)
     outputs = [tensor.contiguous().clone() for tensor in tensors]
     plans = [None] * len(outputs)
@@ -211,14 +216,18 @@ def all_reduce_together(
 
 
 def all_reduce(tensor: torch.Tensor, group: str, text: str, fingerprint: str = "") -> torch.Tensor:
-    """Start a mean over ranks of a copy; returns it, unread until its wait."""
+    """Start a mean over ranks of a copy and return the copy."""
     return all_reduce_together([tensor], group, [text], fingerprint)[0]
 
 
 def wait(output: torch.Tensor, source: torch.Tensor | None, text: str) -> torch.Tensor:
-    """Wait for a collective. ``source``, its input, is an argument so that it is kept alive.
+    """Wait for a collective and return its output.
 
-    ``None`` if the collective keeps what it sends.
+    Args:
+        output: what the function that started the collective returned.
+        source: input of the collective, an argument only to keep it alive until here; ``None`` if
+            the collective itself keeps what it sends.
+        text: encoded ``Label`` of the wait.
     """
     in_flight = _in_flight.pop(output.data_ptr())
     record, label = trace.current(), _label_of(text)
@@ -234,10 +243,10 @@ def wait(output: torch.Tensor, source: torch.Tensor | None, text: str) -> torch.
 
 
 def take_absent() -> dict[tuple[str, int], list[Ranges]]:
-    """Ranges that are absent from the gradients reduced since the last call.
+    """Return and forget the ranges without a gradient in what was reduced since the last call.
 
     Returns:
-        By FQN of a unit and ordinal of a flat parameter: of each reduction, ranges of elements.
+        By unit FQN and ordinal of the flat parameter: for each reduction, ranges of elements.
     """
     taken = dict(_absent)
     _absent.clear()
@@ -245,7 +254,7 @@ def take_absent() -> dict[tuple[str, int], list[Ranges]]:
 
 
 def abandon() -> None:
-    """Let go of what a graph that failed has left in flight."""
+    """Drop the collectives that a failed graph has left in flight."""
     _absent.clear()
     while _in_flight:
         _in_flight.popitem()[1].abandon()

@@ -1,8 +1,7 @@
-"""A scheduled graph as a program: its stretches compiled, its boundaries run as they stand.
+"""Program: a scheduled graph as Python source that calls compiled stretches and collectives.
 
-What Inductor compiles holds no collective, so it cannot move one: the order of the program is the
-planned one. Stretches that are equal are compiled once. For two units, the source of a program is
-something like::
+Inductor compiles only stretches, which hold no collective, so it cannot move one. Equal stretches
+are compiled once. The source for two units looks like this::
 
     def run(args):
         shard_0, shard_1, x = args
@@ -15,8 +14,9 @@ something like::
         ...
         mm_1, = stretch_0(given)
 
-A tensor is let go of before the last stretch that takes it, which frees it as soon as it has read
-it.
+Lifetimes: ``args`` is emptied at once, and each name is set to ``None`` at its last use. Before the
+last stretch that reads a tensor, only ``given`` still refers to it; the stretch empties that list
+and frees the tensor as soon as it has read it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from graph_passes.scheduling.stretches import Cutting, Stretch, root_of
 def is_boundary(node: fx.Node) -> bool:
     """Whether a node of a lowered graph stands between stretches.
 
-    Collectives that are not ours (tensor parallelism's) are boundaries too: they keep their place.
+    Collectives without a mark (tensor parallelism's) are boundaries too, so they keep their place.
     """
     namespace = getattr(node.target, "namespace", "")
     return node.target in BOUNDARIES or namespace in ("_c10d_functional", NAMESPACE)
@@ -69,7 +69,7 @@ _loaded: list[Program] | None = None
 
 @contextmanager
 def loaded_programs() -> Iterator[list[Program]]:
-    """The programs that are compiled, or come from a cache, while the context is open."""
+    """Collect the programs that are compiled or come from a cache while the context is open."""
     global _loaded
     before, _loaded = _loaded, []
     try:
@@ -79,13 +79,13 @@ def loaded_programs() -> Iterator[list[Program]]:
 
 
 class Program(OutputCode):
-    """A scheduled graph that can be run, and kept in AOTAutograd's cache.
+    """A scheduled graph that can be run, and that AOTAutograd's cache can keep.
 
     Args:
         source: Python code of a function ``run(args)``.
-        stretches: what Inductor made of the distinct stretches, by their names in the source.
+        stretches: compiled code of the distinct stretches, by their names in the source.
         constants: tensors of the graph, by their names in the source.
-        plan: where its collectives are; ``None``: it has none.
+        plan: places of its collectives; ``None`` for a graph without any.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Program(OutputCode):
     ) -> None:
         super().__init__()
         self.plan = plan
-        self._boxed_call = True  # of the object: torch looks into its __dict__
+        self._boxed_call = True  # torch reads it from the object's __dict__, not from the class
         self.source = source
         self.stretches = dict(stretches)
         self.constants = dict(constants)
@@ -120,16 +120,17 @@ class Program(OutputCode):
             raise
 
     def prepare_for_serialization(self) -> None:
-        """Keep what can be pickled, of a shallow copy."""
+        """Drop what cannot be pickled. AOTAutograd calls this on a shallow copy."""
         self._run = None
         stretches = {name: copy(code) for name, code in self.stretches.items()}
         for code in stretches.values():
             code.prepare_for_serialization()
-        # As bytes: an entry that was cut off gives no half of torch's objects, which complain.
+        # As bytes, so that a truncated cache entry fails as a whole: half-loaded objects of torch
+        # print errors of their own.
         self.stretches = {name: pickle.dumps(code) for name, code in stretches.items()}
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
-        """Load the code of all stretches, as it comes from the cache."""
+        """Load the code of all stretches of a program that comes from the cache."""
         from torch._inductor.codecache import FxGraphCache
 
         if self._run is not None:
@@ -146,12 +147,12 @@ class Program(OutputCode):
         self._load()
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
-        """Each stretch has its own."""
+        """Ignore the bundle: each stretch has its own."""
 
 
 @contextmanager
 def no_output_strides() -> Iterator[None]:
-    """Let compilations inside not report the strides of their outputs as those of the graph."""
+    """Keep compilations inside from reporting their outputs' strides as those of the graph."""
     context = torch._guards.TracingContext.try_get()
     if context is None:
         yield
@@ -168,7 +169,7 @@ def no_output_strides() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Line:
-    """One call: its text behind the assignment, what it reads, what it gives."""
+    """One call in the source: its text without the assignment, what it reads, what it gives."""
 
     text: str
     reads: Sequence[fx.Node]
@@ -177,8 +178,6 @@ class _Line:
 
 
 class _Writer:
-    """Writes the source of a graph's program."""
-
     def __init__(self, cutting: Cutting, name_of: Mapping[Stretch, str]) -> None:
         self._cutting = cutting
         self._name_of = name_of
@@ -203,7 +202,7 @@ class _Writer:
         return "\n".join(self._text(placeholders, output)) + "\n"
 
     def _require(self, node: fx.Node) -> None:
-        """Make sure that a value is there: views and sizes come where they are first read."""
+        """Ensure that a value exists; views and sizes are emitted where they are first read."""
         if node in self._known:
             return
         assert node not in self._cutting.home, f"{node} is read before it is computed"
@@ -238,7 +237,6 @@ class _Writer:
         self._add(_Line(f"{function}({', '.join(arguments)})", list(sources), gives))
 
     def _call_nodes(self, stretch: Stretch) -> None:
-        """A stretch that is not compiled."""
         for node in stretch.nodes:
             if self._cutting.home.get(node) is stretch:
                 self._call(node)
@@ -306,12 +304,9 @@ def _free(names: Sequence[str]) -> list[str]:
 def source_of(
     graph: fx.Graph, cutting: Cutting, name_of: Mapping[Stretch, str]
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """Python code of a graph, and the constants in it.
+    """Return the Python code of a lowered graph, and the constants in it.
 
-    Args:
-        graph: lowered to functions.
-        cutting: of it.
-        name_of: names of the compiled stretches; the nodes of others are called one by one.
+    Stretches without a name in ``name_of`` are called node by node.
     """
     writer = _Writer(cutting, name_of)
     return writer.write(graph), writer.constants
