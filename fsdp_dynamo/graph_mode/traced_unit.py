@@ -380,5 +380,6 @@ class SecondaryInputs:
                 root.secondary.end_backward()
 
     def abandon(self) -> None:
+        """Free all shards after an error."""
         for root in self._roots:
             root.secondary.abandon()

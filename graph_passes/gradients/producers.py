@@ -1,7 +1,7 @@
 """From a gradient in a graph to the operators that write it into its slice.
 
 A gradient reaches the concatenation through views (``mm -> t -> view -> cat``). ``trace_back``
-undoes them on the slice, so that what made the gradient can write it there::
+undoes them on the slice, so that the gradient's producer can write there::
 
     slice (512,) at 1696   <- view   <- (16, 32), stride (32, 1), at 1696   <- mm
 """
@@ -33,12 +33,11 @@ _ROW_WRITES = frozenset({"aten::index_put", "aten::_unsafe_index_put"})
 
 @dataclass(frozen=True)
 class Piece:
-    """A gradient and where it belongs.
+    """A gradient and its slice.
 
     Attributes:
-        node: what makes it.
-        slot: a meta tensor: its shape, stride and offset are those of the slice, its dtype is
-            that of the flat gradient.
+        node: node that makes the gradient.
+        slot: meta tensor with shape, stride and offset of the slice, and the flat gradient's dtype.
     """
 
     node: fx.Node
@@ -46,7 +45,7 @@ class Piece:
 
     @property
     def value(self) -> torch.Tensor:
-        """The gradient's metadata."""
+        """Metadata of the gradient."""
         value: torch.Tensor = self.node.meta["val"]
         return value
 
@@ -63,10 +62,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Write:
-    """One operator that is to write.
+    """An operator that writes a gradient.
 
     Attributes:
-        node: the gradient's producer: the write goes to its place.
+        node: the gradient's producer, whose place the write takes.
         target: the operator.
         args: its arguments after the flat gradient.
     """
@@ -77,7 +76,7 @@ class Write:
 
 
 def is_private(node: fx.Node) -> bool:
-    """Whether exactly one argument of one node is this one."""
+    """Whether a node is exactly one argument of exactly one node."""
     if len(node.users) != 1 or node.op != "call_function":
         return False
     count = 0
@@ -100,7 +99,7 @@ def is_zero(node: fx.Node) -> bool:
 
 
 def trace_back(piece: Piece) -> Piece:
-    """Undo the views, and a cast to the flat gradient's dtype, between a producer and its slice."""
+    """Undo views, and a cast to the flat gradient's dtype, between a producer and its slice."""
     while is_private(piece.node):
         source = _before(piece)
         if source is None:
@@ -110,7 +109,7 @@ def trace_back(piece: Piece) -> Piece:
 
 
 def _before(piece: Piece) -> Piece | None:
-    """One step of ``trace_back``; ``None`` if the node is no view, or none that can be undone."""
+    """Undo one node of ``trace_back``; ``None`` if it is no view, or none that can be undone."""
     node, slot = piece.node, piece.slot
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
@@ -129,7 +128,7 @@ def _before(piece: Piece) -> Piece | None:
 
 
 def _inverse(node: fx.Node, num_dims: int) -> list[int]:
-    """The permutation that undoes a transposing node."""
+    """Return the permutation that undoes a transposing node."""
     dims = list(range(num_dims))
     if num_dims < 2:
         return dims
@@ -163,7 +162,7 @@ def _sum(piece: Piece, accumulate: bool) -> Write | None:
 
 
 def _rows(piece: Piece, indices: Any, values: Any, mask: Any, padding_idx: int) -> Write | None:
-    """Rows summed by index; in low precision only the operator itself sums in float."""
+    """Write rows summed by index. In low precision only the operator itself sums in float."""
     size = list(piece.slot.shape)
     shape = [*indices.meta["val"].shape, *size[1:]]
     if piece.slot.dtype not in (torch.float32, torch.float64) or len(size) != 2:
@@ -208,20 +207,20 @@ PRODUCERS: dict[str, _Producer] = {
     "aten::_unsafe_masked_index_put_accumulate": _masked_rows,
     **dict.fromkeys(_ROW_WRITES, _unmasked_rows),
 }
-"""Producers that write by themselves under every compiler."""
+"""Producers that can write into a slice under every compiler."""
 
 SUMS: dict[str, _Producer] = {"aten::sum": _sum}
-"""Reductions: a compiler that fuses them stores the result into the slice on its own."""
+"""Reductions, which write into a slice only where no compiler fuses them with the copy."""
 
 
 def writes_of(piece: Piece, producers: dict[str, _Producer]) -> list[Write]:
-    """The writes that take the place of a gradient, in graph order.
+    """Return the writes that replace a gradient, in graph order.
 
-    A sum of two gradients, ``add(mm, x)``, becomes a write and one that accumulates.
+    A sum of two gradients, ``add(mm, x)``, becomes a write and a write that accumulates.
 
     Args:
-        piece: the input of a concatenation and its slice.
-        producers: the operators that can write by themselves.
+        piece: input of a concatenation and its slice.
+        producers: operators that can write by themselves.
     """
     whole = trace_back(piece)
     terms = _terms(whole)
@@ -254,7 +253,7 @@ def _add(piece: Piece) -> Write:
 
 
 def _terms(piece: Piece) -> list[Piece]:
-    """Terms that a gradient is the sum of."""
+    """Return the terms whose sum a gradient is."""
     node = piece.node
     name = op_name(node)
     if piece.is_cast or not is_private(node) or node.kwargs:
@@ -284,7 +283,7 @@ def _is_like(node: fx.Node, piece: Piece) -> bool:
 
 
 # -- absent ----------------------------------------------------------------------------------------
-# Absent gradients: what a graph puts into a flat gradient for parameters that no loss touched.
+# Unused parameters: what a graph puts into a flat gradient for parameters that no loss touches.
 #
 # Before::
 #
@@ -296,7 +295,7 @@ def _is_like(node: fx.Node, piece: Piece) -> bool:
 #     mm -> view --+
 #     full(-0.0) --+-> cat -> reduce_scatter
 #
-# Autograd fills in zeros. Reduced, they could not be told from a gradient that is zero.
+# Autograd fills in zeros. After the reduction they could not be told from a gradient that is zero.
 
 
 _CONSTANTS = frozenset({"aten::zeros", "aten::full"})
@@ -307,7 +306,7 @@ Ranges = Sequence[tuple[int, int]]
 
 @graph_pass(is_bitwise=True)
 def absent_gradients(graph: fx.Graph) -> None:
-    """Write down which parameters have no gradient, in what is reduced."""
+    """Write ``NO_VALUE`` for parameters without a gradient, in what is reduced."""
     for cat in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         if not cuts_views(cat):
             continue
@@ -331,12 +330,12 @@ def _replace(cat: fx.Node, index: int, piece: fx.Node) -> None:
 
 
 def absent_in(flat_gradient: object) -> Ranges:
-    """Elements of a flat gradient that this rank does not compute.
+    """Return the elements of a flat gradient that this rank does not compute.
 
     Args:
-        flat_gradient: what a reduction reads: a concatenation or a chain of writes, perhaps cast or
-            reduced before. Of a sum (a unit that is called several times), what all terms lack; an
-            input of the graph, the sum of earlier steps, is no term: its values tell.
+        flat_gradient: input of a reduction: a concatenation or a chain of writes, perhaps cast or
+            reduced before. Of a sum (a unit that is called several times), the result is what all
+            terms lack. Gradients of earlier steps, a graph input, are left out: their values tell.
     """
     if not isinstance(flat_gradient, fx.Node):
         return ()

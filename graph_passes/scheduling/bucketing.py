@@ -1,4 +1,4 @@
-"""Bucketing: neighbouring small collectives are launched as one.
+"""Bucketing: neighbouring small collectives share a launch.
 
 Before::
 
@@ -8,9 +8,8 @@ After::
 
     ag([a, b, c])                one launch; each keeps its own buffers, nothing is copied
 
-How small is small follows from the link: merging goes on until the latency costs less than a tenth
-of the time. A reduction does not wait for the next one's gradient if that takes longer than the
-latency that would be saved.
+Collectives are merged until the latency is less than a tenth of the time on the link. A reduction
+does not wait for the next gradient if that takes longer than the latency that it saves.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Bucketed:
     """A problem of merged transfers.
 
     Attributes:
-        problem: with one transfer a bucket.
-        members: by index of a bucket, the transfers of the original problem in it.
+        problem: problem with one transfer a bucket.
+        members: indices of the original transfers in each bucket.
     """
 
     problem: Problem
@@ -40,7 +39,7 @@ class Bucketed:
 
 
 def bucket(problem: Problem) -> Bucketed:
-    """Merge neighbours that are alike while they are too small for their link."""
+    """Merge neighbours of one kind while they are too small for their link."""
     clock = list(accumulate(problem.compute_ms, initial=0.0))
     merged: list[tuple[Transfer, tuple[int, ...]]] = []
     for index, transfer in enumerate(problem.transfers):
@@ -54,7 +53,7 @@ def bucket(problem: Problem) -> Bucketed:
 
 
 def alone(problem: Problem) -> Bucketed:
-    """One bucket a transfer."""
+    """Return one bucket for each transfer."""
     return Bucketed(problem, tuple((i,) for i in range(len(problem.transfers))))
 
 
@@ -66,7 +65,7 @@ def is_saturating(transfer: Transfer) -> bool:
 def _belong_together(one: Transfer, other: Transfer, clock: Sequence[float]) -> bool:
     """Whether one launch is better than two.
 
-    It is where the first is small, and waiting for the second costs less than the latency saved.
+    It is if the first is small, and waiting for the second costs less than the latency saved.
     """
     same = _kind_of(one) == _kind_of(other)
     if not same or other.is_dependent or is_saturating(one):
@@ -97,9 +96,9 @@ def _merge(one: Transfer, other: Transfer) -> Transfer:
 
 
 def spread(problem: Problem, bucketed: Bucketed, schedule: Schedule) -> Schedule:
-    """A schedule of buckets as one of the original transfers, members side by side.
+    """Return a schedule of buckets as a schedule of the original transfers.
 
-    A gather of a bucket is waited for where it is needed itself.
+    Members of a bucket share its issue. A gather is waited for where it is needed itself.
     """
     return tuple(
         Placement(index, placement.issue, need if gather else placement.wait)
@@ -120,15 +119,14 @@ def _need_of(problem: Problem, index: int) -> tuple[int, bool]:
 # A graph has hundreds of steps, but a transfer need not be tried between any two of them::
 #
 #     steps    . . . . . . | . . . . . . . . . . . | . . . .       unit changes at |
-#     coarse   [    ][   ] | [     ][    ][      ] | [  ][ ]       cut at what counts, and evenly
+#     coarse   [    ][   ] | [     ][    ][      ] | [  ][ ]       cut at limits, and evenly
 #
-# A coarse step computes as long as its steps together, and has alive what the largest of them
-# has. So a schedule of the coarse problem takes as long in the other one, and keeps the same
-# limits.
+# A coarse step lasts as long as its steps together, and has as many bytes alive as the largest of
+# them. So a schedule takes equally long in both problems and keeps the same limits.
 
 
 _PIECES = 4
-"""Parts of equal time into which each unit's compute is cut."""
+"""Parts of equal time into which each unit's compute is divided."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +134,15 @@ class Coarse:
     """A problem of fewer steps.
 
     Attributes:
-        problem: with the same transfers.
-        gaps: by gap of ``problem``, the gap of the problem that it was made of.
+        problem: problem with the same transfers.
+        gaps: gap of the original problem, by gap of ``problem``.
     """
 
     problem: Problem
     gaps: tuple[int, ...]
 
     def original(self, schedule: Schedule) -> Schedule:
-        """A schedule of ``problem`` as one of the problem that it was made of."""
+        """Return a schedule of ``problem`` as a schedule of the original problem."""
         return tuple(replace(p, issue=self.gaps[p.issue], wait=self.gaps[p.wait]) for p in schedule)
 
 
@@ -172,7 +170,7 @@ def _limits(problem: Problem) -> Iterator[int]:
 
 
 def _even_cuts(problem: Problem) -> Iterator[int]:
-    """Gaps where units change, and in between at equal distances in time."""
+    """Yield the gaps in which units change, and gaps at even distances in time between them."""
     clock = list(accumulate(problem.compute_ms, initial=0.0))
     for begin, end in pairwise([*problem.segment_starts(), problem.num_steps]):
         yield begin

@@ -1,14 +1,14 @@
-"""A graph as a scheduling problem: steps of compute in a fixed order, transfers to place between.
+"""A graph as a scheduling problem: steps of compute in a fixed order, and transfers to place.
 
     step 0   step 1   step 2   ...   step S-1
    ^        ^        ^                       ^
  gap 0    gap 1    gap 2                   gap S
 
-A *step* is any node that is neither an input, a collective, a wait, nor part of a collective's own
+A *step* is any node that is neither an input, a collective, a wait, nor part of a collective's
 chain (the cast of a shard before its all-gather, the cast of a reduced gradient behind its wait).
-Steps keep their order. A *transfer* is one collective with its chains; it may be issued in any gap
-from ``ready``, when its input is there, to ``need``, before which its result must be there. For an
-all-gather the question is how early to issue it, for a reduction how late to wait for it.
+Steps keep their order. A *transfer* is one collective with its chain. It may be issued in any gap
+from ``ready``, where its input is there, to ``need``, before which its result is read. The decision
+is how early to issue an all-gather, and how late to wait for a reduction.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from graph_passes.markers import Mark, mark_of, unit_of, wire_of
 from graph_passes.wire_format import text_of
 
 _MARGIN = 1.5
-"""Factor by which a reduction is taken to last longer where another one waits for it."""
+"""Factor on the time of a reduction whose result another collective sends."""
 
 _CASTS = frozenset(
     {"aten::_to_copy", "aten::clone", "prims::convert_element_type", "fsdp_dynamo::to_device"}
@@ -51,25 +51,24 @@ class Transfer:
     """One collective to place.
 
     Attributes:
-        mark: who it is.
-        group: registered name of its process group; transfers of one group are issued in one
-            order by all ranks.
+        mark: identity of the collective.
+        group: registered name of its process group; all ranks issue its transfers in one order.
         ms: duration when it has the link to itself.
         latency_ms: the part of ``ms`` that does not depend on the bytes.
-        wire_bytes: what this rank sends.
+        wire_bytes: bytes that this rank sends.
         ready: earliest gap for the issue.
         need: latest gap for the wait.
-        held_bytes: of an all-gather, what is alive from its issue to ``need`` on top of the
-            graph in which it is issued there; of a reduction, what is alive from ``ready`` to its
-            wait on top of the graph in which it is waited for at once.
-        dtype: of what is sent.
-        is_dependent: whether it sends what another transfer brings.
-        link_name: of the link that it shares with other groups; "": its group has one of its own.
-        payload_bytes: of the unsharded tensor.
-        wire: the format in which it travels, as text; ``""``: as it is.
-        tensor_bytes: what this rank would send without a format.
-        encode_ms: of what computes, at the issue.
-        decode_ms: of what computes, when it has arrived.
+        held_bytes: of an all-gather, the bytes alive from its issue to ``need`` beyond those of a
+            graph that issues it at ``need``; of a reduction, the bytes alive from ``ready`` to its
+            wait beyond those of a graph that waits for it at once.
+        dtype: dtype of what is sent.
+        is_dependent: whether it sends the result of another transfer.
+        link_name: name of a link shared with other groups; ``""``: its group has a link of its own.
+        payload_bytes: bytes of the unsharded tensor.
+        wire: format in which it travels, as text; ``""`` for none.
+        tensor_bytes: bytes that this rank would send without a format.
+        encode_ms: compute time at the issue.
+        decode_ms: compute time at the wait.
     """
 
     mark: Mark
@@ -96,7 +95,7 @@ class Transfer:
 
     @property
     def is_gather(self) -> bool:
-        """An all-gather, as opposed to a reduction."""
+        """Whether it is an all-gather, not a reduction."""
         return self.mark.kind == "all_gather"
 
 
@@ -105,9 +104,9 @@ class Problem:
     """The transfers to place in one graph, between its steps.
 
     Attributes:
-        compute_ms: of each step.
-        units: of each step, the FQN of the unit that it belongs to.
-        base_bytes: alive during each step, with every gather issued where it is needed and
+        compute_ms: duration of each step.
+        units: FQN of the unit that each step belongs to.
+        base_bytes: bytes alive during each step, with every gather issued where it is needed and
             every reduction waited for at once.
         transfers: in the order in which the unscheduled graph issues them.
     """
@@ -119,20 +118,20 @@ class Problem:
 
     @cached_property
     def step_starts_ms(self) -> tuple[float, ...]:
-        """When each step would start if nothing had to be waited for; last, when all end."""
+        """Start of each step if nothing had to be waited for; the last entry is the end."""
         return tuple(accumulate(self.compute_ms, initial=0.0))
 
     @property
     def num_steps(self) -> int:
-        """Steps of compute."""
+        """Number of steps."""
         return len(self.compute_ms)
 
     def segment_starts(self) -> list[int]:
-        """Gaps where the unit that computes changes; the first is 0."""
+        """Return the gaps in which the computing unit changes; the first is 0."""
         return [g for g, u in enumerate(self.units) if g == 0 or u != self.units[g - 1]]
 
     def with_base_bytes(self, base_bytes: tuple[int, ...]) -> Problem:
-        """Problem with another memory profile."""
+        """Return the problem with another memory profile."""
         return replace(self, base_bytes=base_bytes)
 
 
@@ -141,10 +140,10 @@ class Chain:
     """The nodes of one transfer.
 
     Attributes:
-        before: what only the collective depends on, in order.
+        before: nodes on which only the collective depends, in order.
         collective: the collective.
         wait: its wait.
-        after: what depends on the wait alone, in order; no step needs it.
+        after: nodes that depend on the wait alone, in order; no step reads them.
     """
 
     before: tuple[fx.Node, ...]
@@ -155,7 +154,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Dissection:
-    """A graph taken apart: inputs, steps and chains, each in graph order."""
+    """Parts of a graph: inputs, steps and chains, each in graph order."""
 
     placeholders: tuple[fx.Node, ...]
     steps: tuple[fx.Node, ...]
@@ -163,7 +162,7 @@ class Dissection:
 
 
 def dissect(graph: fx.Graph) -> Dissection:
-    """Steps and chains of a graph whose collectives have marks and one wait each."""
+    """Divide a graph whose collectives have marks and one wait each into steps and chains."""
     issued = list(collectives(graph))
     taken: set[fx.Node] = set()
     chains = []
@@ -184,7 +183,7 @@ def _is_gather(node: fx.Node) -> bool:
 
 
 def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Nodes that lead from inputs of the graph to an all-gather and to nothing else."""
+    """Return the nodes that lead from an input of the graph to an all-gather only."""
     if not _is_gather(node):
         return ()
     chain: list[fx.Node] = []
@@ -201,12 +200,12 @@ def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _private_users(wait: fx.Node) -> tuple[fx.Node, ...]:
-    """Nodes that depend on a reduction's wait alone."""
+    """Return the nodes that depend on a reduction's wait alone."""
     return tuple(_grow({wait}))[1:]
 
 
 def _grow(inside: set[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes of ``inside`` and, breadth first, all that have one of them as their only input."""
+    """Yield the given nodes and, breadth first, all nodes whose only input is one of them."""
     pending = deque(inside)
     while pending:
         node = pending.popleft()
@@ -214,13 +213,13 @@ def _grow(inside: set[fx.Node]) -> Iterator[fx.Node]:
         for user in node.users:
             if user in inside or user.op == "output" or is_collective(user) or is_wait(user):
                 continue
-            if len(user.all_input_nodes) == 1:  # a cast, a division: no compute of its own
+            if len(user.all_input_nodes) == 1:  # a cast, a division
                 inside.add(user)
                 pending.append(user)
 
 
 def problem_of(graph: fx.Graph, cost: CostModel, parts: Dissection | None = None) -> Problem:
-    """The problem that a graph poses; memory is not in it yet (``base_bytes`` are 0)."""
+    """Return the problem that a graph poses, without memory (``base_bytes`` are 0)."""
     parts = parts or dissect(graph)
     gap_behind = {node: gap + 1 for gap, node in enumerate(parts.steps)}
     gap_before = {node: gap for gap, node in enumerate(parts.steps)}
@@ -235,7 +234,7 @@ def problem_of(graph: fx.Graph, cost: CostModel, parts: Dissection | None = None
 
 
 def _units(steps: tuple[fx.Node, ...]) -> tuple[str, ...]:
-    """Each step's unit; a node without a mark belongs to the unit before it."""
+    """Return each step's unit; a node without a mark belongs to the unit before it."""
     units: list[str] = []
     for node in steps:
         unit = unit_of(node)
@@ -250,11 +249,11 @@ def _pinned_gaps(
     cost: CostModel,
     compute_ms: tuple[float, ...],
 ) -> dict[fx.Node, int]:
-    """Gaps of collectives that depend on another's result: these do not move.
+    """Return the gaps of collectives that send another collective's result: these do not move.
 
-    It is the one where they are. A reduction that nothing in the graph waits for (over replicas,
-    of what another one brings) goes where the other will be done: until then there is nothing to
-    send, and to wait for it holds up both.
+    Such a collective stays where it is. But a reduction whose result only leaves the graph (over
+    replicas) goes to the gap in which the other one will have ended: issued earlier it has nothing
+    to send, and both are held up.
     """
     bringers = {n: chain for chain in parts.chains for n in (chain.wait, *chain.after)}
     starts_ms = tuple(accumulate(compute_ms, initial=0.0))
@@ -275,7 +274,7 @@ def _pinned_gaps(
 
 
 def _only_leaves(chain: Chain) -> bool:
-    """Whether nothing in the graph uses what a chain brings: it is an output."""
+    """Whether the result of a chain is only an output of the graph."""
     own = {chain.wait, *chain.after}
     return all(user in own or user.op == "output" for node in own for user in node.users)
 
@@ -291,7 +290,7 @@ def _transfer(
 ) -> Transfer:
     node = chain.collective
     mark = mark_of(node)
-    assert mark is not None  # verify_graph has seen to that
+    assert mark is not None  # dissect finds marked collectives only
     sources = (chain.before or (node,))[0].all_input_nodes
     writers = [
         user
@@ -308,7 +307,7 @@ def _transfer(
         ready = max(ready, pinned[node])
     messages = messages_bytes(node)
     held = num_bytes(chain.wait) + sum(num_bytes(n) for n in chain.before) + messages
-    if mark.kind != "all_gather":  # the gradient and what arrives for it, or messages of both
+    if mark.kind != "all_gather":  # the gradient and what is received, or the messages of both
         arrives = wire_bytes(node) if cost.receives_apart else 0
         held = messages or payload_bytes(node) + arrives
     dtype = getattr(node.meta.get("val"), "dtype", "")
