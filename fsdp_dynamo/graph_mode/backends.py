@@ -33,7 +33,6 @@ from fsdp_dynamo.dynamo.private_api import (
     nothing_donated,
     one_schema_a_region,
 )
-from fsdp_dynamo.graph_mode import operators
 from fsdp_dynamo.graph_mode.calibration import best_probed
 from fsdp_dynamo.graph_mode.compile_cache import (
     compile_once,
@@ -50,7 +49,8 @@ from fsdp_dynamo.graph_mode.inductor import (
     mode_settings,
     users_settings,
 )
-from fsdp_dynamo.graph_mode.lowering import lower_to_functions
+from fsdp_dynamo.graph_mode.lowering import bind, lower_to_functions
+from fsdp_dynamo.graph_mode.operators import GraphOperators
 from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.planning import (
     live_bytes_node_by_node,
@@ -58,7 +58,7 @@ from fsdp_dynamo.graph_mode.planning import (
     note_compiled_alone,
     planner_for,
 )
-from fsdp_dynamo.graph_mode.program import loaded_programs
+from fsdp_dynamo.graph_mode.program import loading
 from fsdp_dynamo.graph_mode.stretch_compiler import Partitioner, StretchCompiler
 from fsdp_dynamo.graph_mode.trace import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_mode.traced_unit import copy_shared_inputs
@@ -73,11 +73,15 @@ _log = logging.getLogger(__name__)
 
 
 def _run_node_by_node(
-    pipeline: Pipeline, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    pipeline: Pipeline,
+    operators: GraphOperators,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     pipeline.run(gm.graph)
     lower_to_functions(gm.graph)
     artifacts.emit_graph(gm.graph, "lowered")
+    bind(gm.graph, operators)
     gm.graph.set_codegen(_BoxedCodeGen())  # empties its list of inputs: saved tensors die early
     gm.recompile()
     forward = gm.forward
@@ -133,7 +137,8 @@ def fsdp_dynamo_aot_eager(
     users_settings(parsed, is_used=False)
     planner = planner_for(gm, parsed, live_bytes_node_by_node)
     passes = default_passes(planner, True, parsed.passes, parsed.left_out)
-    compiler = partial(_run_node_by_node, _pipeline(passes))
+    operators = GraphOperators()
+    compiler = partial(_run_node_by_node, _pipeline(passes), operators)
     compile_ = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
@@ -141,18 +146,18 @@ def fsdp_dynamo_aot_eager(
         partition_fn=Partitioner(planner, parsed.selective_unshard),
     )
     with one_schema_a_region(), nothing_donated(), collected_seldom():
-        return route_gradients(compile_(gm, example_inputs))
+        return route_gradients(compile_(gm, example_inputs), operators)
 
 
-def _planned_alike(planner: Planner, compile_: Callable[[], Any]) -> Any:
+def _planned_alike(planner: Planner, operators: GraphOperators, compile_: Callable[[], Any]) -> Any:
     """Compile; compile again if cached code has another plan than the ranks of this run follow."""
-    with loaded_programs() as programs:
+    with loading(operators) as programs:
         compiled = compile_()
-    plans = [program.plan for program in programs if program.plan is not None]
-    if planner.agree is None or planner.agree.are_followed(plans):
-        return compiled
-    planner.last = None  # it must not differ between ranks: cache keys contain the planner
-    return compile_()
+        plans = [program.plan for program in programs if program.plan is not None]
+        if planner.agree is None or planner.agree.are_followed(plans):
+            return compiled
+        planner.last = None  # it must not differ between ranks: cache keys contain the planner
+        return compile_()
 
 
 def _inductor_alone(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
@@ -212,11 +217,12 @@ def fsdp_dynamo(
 
         return compile_once(key, run)
 
+    operators = GraphOperators()
     settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
     telling = told("compiling the graph")
     once = one_schema_a_region()
     with once, settings_of_autograd, nothing_donated(), collected_seldom(), telling:
-        return route_gradients(_planned_alike(planner, compile_))
+        return route_gradients(_planned_alike(planner, operators, compile_), operators)
 
 
 for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):

@@ -17,7 +17,8 @@ from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.reduction import reduce_frozen
 from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
-from fsdp_dynamo.graph_mode import offloading, operators, trace
+from fsdp_dynamo.graph_mode import trace
+from fsdp_dynamo.graph_mode.operators import GraphOperators
 from fsdp_dynamo.graph_mode.traced_unit import SecondaryInputs
 from graph_passes.gradients.producers import Ranges
 from graph_passes.markers import NO_VALUE
@@ -116,11 +117,13 @@ class _RouteGradients(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
+        operators: GraphOperators,
         handlers: Collection[GradHandler],
         secondaries: SecondaryInputs,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.operators = operators
         ctx.handlers = handlers
         ctx.secondaries = secondaries
         return tuple([tensor.view_as(tensor) for tensor in inputs])
@@ -130,14 +133,14 @@ class _RouteGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         trace.current().end_of_graph()
         with torch.no_grad():
-            absent = operators.take_absent()
-            offloading.finish_copies()
+            absent = ctx.operators.take_absent()
+            ctx.operators.finish_copies()
             for handle, grad in zip(ctx.handlers, grads, strict=True):
                 if grad is not None:
                     handle(grad, absent)
         ctx.secondaries.end_backward()
         events.enter_backward(None)
-        return (None,) * (len(grads) + 2)
+        return (None,) * (len(grads) + 3)
 
 
 def _run(
@@ -145,8 +148,7 @@ def _run(
 ) -> Any:
     try:
         outputs = compiled(*arguments)
-    except BaseException:
-        operators.abandon()
+    except BaseException:  # the graph has dropped what it had in flight
         secondaries.abandon()
         raise
     trace.current().end_of_graph()
@@ -154,7 +156,7 @@ def _run(
     return outputs
 
 
-def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def route_gradients(compiled: Callable[..., Any], operators: GraphOperators) -> Callable[..., Any]:
     """Route the shards among a compiled graph's inputs through ``_RouteGradients``."""
 
     def run(*inputs: Any) -> Any:
@@ -169,7 +171,7 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
             events.end_forward(around)
 
     def run_forward(*inputs: Any) -> Any:
-        operators.abandon()  # collectives that a failed backward left in flight
+        operators.abandon()  # what a backward that never reached the shards has left
         handlers = _grad_handlers(inputs)
         arguments = [_as_trained(value) for value in inputs]
         secondaries = SecondaryInputs(inputs)
@@ -177,7 +179,9 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
         if not handlers or not torch.is_grad_enabled():
             return _run(compiled, arguments, secondaries)
         routed = [arguments[position] for position in handlers]
-        tracked = _RouteGradients.apply(list(handlers.values()), secondaries, *routed)  # type: ignore[no-untyped-call]
+        tracked = _RouteGradients.apply(  # type: ignore[no-untyped-call]
+            operators, list(handlers.values()), secondaries, *routed
+        )
         for position, shard in zip(handlers, tracked, strict=True):
             arguments[position] = shard
         outputs = _run(compiled, arguments, secondaries)

@@ -20,22 +20,12 @@ Where the host does not run ahead (CPUs), every copy is complete when its call r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent, side_streams
-
-_copies: deque[HostCopy] = deque()
-_staged: dict[int, tuple[SideStreams, torch.Tensor]] = {}
-"""By address of an all-gather's output: the copy that it sends."""
-_arriving: dict[int, StreamEvent] = {}
-"""By address of a copy that no all-gather sends: the event of its end."""
-
-
-# -- to the device ---------------------------------------------------------------------------------
+from fsdp_dynamo.comm.streams import HostCopy, StreamEvent, side_streams
 
 
 def to_device(shard: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -44,101 +34,67 @@ def to_device(shard: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Ten
     return copied.to(dtype)
 
 
-def send_from_host(
-    shards: Sequence[torch.Tensor],
-    device: str,
-    dtype: torch.dtype,
-    world_size: int,
-    issue: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
-) -> list[torch.Tensor]:
-    """Copy shards to the device and issue their all-gathers on the stream of the gathers.
-
-    Args:
-        shards: ``(n_i,)`` each, in host memory.
-        device: where they are gathered.
-        dtype: dtype in which they are gathered.
-        world_size: ranks of the group.
-        issue: issues the all-gathers on the current stream, given their outputs and inputs.
-    """
-    outputs = [
-        torch.empty(shard.numel() * world_size, dtype=dtype, device=device) for shard in shards
-    ]
-    streams = side_streams(torch.device(device))
-    if streams is None:
-        issue(outputs, [to_device(shard, device, dtype) for shard in shards])
-        return outputs
-    streams.settle()  # the computing stream may still use the outputs' memory
-    with streams.gathering():
-        sent = [to_device(shard, device, dtype) for shard in shards]
-        issue(outputs, sent)
-    for output, copied in zip(outputs, sent, strict=True):
-        _staged[output.data_ptr()] = streams, copied
-    return outputs
-
-
-def free_sent(output: torch.Tensor) -> None:
-    """Free the copy that an all-gather has sent, once the current stream has waited for it."""
-    staged = _staged.pop(output.data_ptr(), None)
-    if staged is not None:
-        staged[0].settle()  # the next copy may get its memory
-
-
-def start_to_device(shard: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """Start ``to_device`` on the stream of the gathers; unread until ``end_to_device``."""
-    streams = side_streams(torch.device(device))
-    if streams is None:
-        return to_device(shard, device, dtype)
-    output = torch.empty(shard.shape, dtype=dtype, device=device)
-    streams.settle()  # the computing stream may still use its memory
-    with streams.gathering():
-        output.copy_(
-            to_device(shard, device, shard.dtype) if dtype != shard.dtype else shard,
-            non_blocking=True,
-        )
-    _arriving[output.data_ptr()] = streams.after_gathers()
-    return output
-
-
-def end_to_device(output: torch.Tensor) -> torch.Tensor:
-    """Let the current stream wait for a copy, and return it."""
-    arriving = _arriving.pop(output.data_ptr(), None)
-    if arriving is not None:
-        arriving.wait()
-    return output
-
-
-# -- to the host -----------------------------------------------------------------------------------
-
-
 def to_host(grad: torch.Tensor) -> torch.Tensor:
     """Return a copy of a reduced gradient ``(n,)`` in host memory."""
     return torch.empty_like(grad, device="cpu").copy_(grad)
 
 
-def start_to_host(grad: torch.Tensor) -> torch.Tensor:
-    """Start to copy a gradient to the host; the copy must not be read before ``finish_copies``."""
-    streams = side_streams(grad.device)
-    if streams is None:
-        return to_host(grad)
-    while _copies and _copies[0].is_done:
-        _copies.popleft().wait()  # returns at once, and frees the gradient on the device
-    _copies.append(streams.copy_to_host(grad))
-    return _copies[-1].host
+Arriving = tuple[torch.Tensor, StreamEvent | None]
+"""A copy of a shard, and the event of its end if it runs on another stream."""
 
 
-def finish_copies() -> None:
-    """Block until all gradients are on the host. Copies end in order: wait for the last."""
-    if _copies:
-        _copies[-1].wait()
-    _copies.clear()
+class HostCopies:
+    """Copies between host and device that the graphs of one graph of Dynamo's have in flight."""
 
+    def __init__(self) -> None:
+        self._arriving: set[StreamEvent] = set()
+        self._to_host: deque[HostCopy] = deque()
 
-def abandon() -> None:
-    """Drop what a failed graph has left."""
-    finish_copies()
-    _staged.clear()
-    while _arriving:
-        _arriving.popitem()[1].wait()  # the copy may still write memory that is about to be reused
+    def start_to_device(self, shard: torch.Tensor, device: str, dtype: torch.dtype) -> Arriving:
+        """Start ``to_device`` on the stream of the gathers."""
+        streams = side_streams(torch.device(device))
+        if streams is None:
+            return to_device(shard, device, dtype), None
+        output = torch.empty(shard.shape, dtype=dtype, device=device)
+        streams.settle()  # the computing stream may still use its memory
+        with streams.gathering():
+            output.copy_(
+                to_device(shard, device, shard.dtype) if dtype != shard.dtype else shard,
+                non_blocking=True,
+            )
+        end = streams.after_gathers()
+        self._arriving.add(end)
+        return output, end
+
+    def end_to_device(self, arriving: Arriving) -> torch.Tensor:
+        """Let the current stream wait for a copy, and return it."""
+        output, end = arriving
+        if end is not None:
+            self._arriving.remove(end)
+            end.wait()
+        return output
+
+    def start_to_host(self, grad: torch.Tensor) -> torch.Tensor:
+        """Start to copy a gradient; the copy must not be read before ``finish_copies``."""
+        streams = side_streams(grad.device)
+        if streams is None:
+            return to_host(grad)
+        while self._to_host and self._to_host[0].is_done:
+            self._to_host.popleft().wait()  # returns at once, and frees the gradient on the device
+        self._to_host.append(streams.copy_to_host(grad))
+        return self._to_host[-1].host
+
+    def finish_copies(self) -> None:
+        """Block until all gradients are on the host. Copies end in order: wait for the last."""
+        if self._to_host:
+            self._to_host[-1].wait()
+        self._to_host.clear()
+
+    def abandon(self) -> None:
+        """Drop what a graph that failed has left in flight."""
+        self.finish_copies()
+        while self._arriving:
+            self._arriving.pop().wait()  # the copy may still write, and its memory is reused
 
 
 # -- in graphs -------------------------------------------------------------------------------------
@@ -199,7 +155,7 @@ def lower_gradients(graph: fx.Graph) -> None:
             _add_on_the_device(graph, node)
     for node in graph.nodes:
         if node.target is TO_HOST and all(user.op == "output" for user in node.users):
-            node.target = start_to_host
+            node.target = HostCopies.start_to_host
 
 
 def _add_on_the_device(graph: fx.Graph, total: fx.Node) -> None:

@@ -6,8 +6,8 @@ are compiled once. The source for two units looks like this::
     def run(args):
         shard_0, shard_1, x = args
         args.clear()
-        gathered = graph_ops.all_gather(shard_0, 8, '0', 'block0|all_gather|...', '...')
-        waited = graph_ops.wait(gathered, shard_0, 'block0|all_gather|...')
+        gathered = graph_ops.all_gather([shard_0], 8, '0', [[...]], ['block0|...'], '...')
+        waited = graph_ops.wait(gathered, 0, 'block0|...')
         given = [waited, x]
         x = None
         mm, = stretch_0(given)
@@ -29,16 +29,16 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, OutputCode
 from torch.fx.node import _get_qualified_name  # no public name of a call's target
 
-from fsdp_dynamo.graph_mode import operators
 from fsdp_dynamo.graph_mode.collective_operators import NAMESPACE
 from fsdp_dynamo.graph_mode.lowering import BOUNDARIES
+from fsdp_dynamo.graph_mode.operators import GraphOperators
 from graph_passes.gradients.flat_gradient import FUNCTIONS, new_flat_on, write_name
 from graph_passes.scheduling.plan import GraphPlan
 from graph_passes.scheduling.stretches import Cutting, Stretch, root_of
@@ -53,9 +53,7 @@ def is_boundary(node: fx.Node) -> bool:
     return node.target in BOUNDARIES or namespace in ("_c10d_functional", NAMESPACE)
 
 
-_OPERATORS = (*BOUNDARIES, *FUNCTIONS.values(), new_flat_on)
 _GLOBALS: dict[str, Any] = {
-    "graph_ops": SimpleNamespace(**{function.__name__: function for function in _OPERATORS}),
     "torch": torch,
     "_operator": operator,
     "math": math,
@@ -64,18 +62,31 @@ _GLOBALS: dict[str, Any] = {
 }
 
 
-_loaded: list[Program] | None = None
+def _graph_ops(operators: GraphOperators) -> SimpleNamespace:
+    """Return the functions that a program calls between its stretches."""
+    functions = {function.__name__: function for function in (*FUNCTIONS.values(), new_flat_on)}
+    methods = {function.__name__: getattr(operators, function.__name__) for function in BOUNDARIES}
+    return SimpleNamespace(**functions, **methods)
+
+
+class _Loading(NamedTuple):
+    operators: GraphOperators
+    programs: list[Program]
+
+
+_loading: _Loading | None = None
+"""Reaches programs that AOTAutograd loads from its cache, which gives them nothing of ours."""
 
 
 @contextmanager
-def loaded_programs() -> Iterator[list[Program]]:
-    """Collect the programs that are compiled or come from a cache while the context is open."""
-    global _loaded
-    before, _loaded = _loaded, []
+def loading(operators: GraphOperators) -> Iterator[list[Program]]:
+    """Bind the programs that are compiled, or come from a cache, in the context; yield them."""
+    global _loading
+    before, _loading = _loading, _Loading(operators, [])
     try:
-        yield _loaded
+        yield _loading.programs
     finally:
-        _loaded = before
+        _loading = before
 
 
 class Program(OutputCode):
@@ -102,12 +113,15 @@ class Program(OutputCode):
         self.stretches = dict(stretches)
         self.constants = dict(constants)
         self._run: Callable[[list[Any]], Any] | None = None
+        self._operators: GraphOperators | None = None
         self._load()
 
     def _load(self) -> None:
-        if _loaded is not None:
-            _loaded.append(self)
-        names = {**_GLOBALS, **self.constants, **self.stretches}
+        self._operators = GraphOperators() if _loading is None else _loading.operators
+        if _loading is not None:
+            _loading.programs.append(self)
+        graph_ops = _graph_ops(self._operators)
+        names = {**_GLOBALS, "graph_ops": graph_ops, **self.constants, **self.stretches}
         exec(compile(self.source, "<fsdp_dynamo program>", "exec"), names)
         self._run = names["run"]
 
@@ -116,12 +130,13 @@ class Program(OutputCode):
         try:
             return self._run(inputs)
         except BaseException:
-            operators.abandon()
+            assert self._operators is not None
+            self._operators.abandon()
             raise
 
     def prepare_for_serialization(self) -> None:
         """Drop what cannot be pickled. AOTAutograd calls this on a shallow copy."""
-        self._run = None
+        self._run = self._operators = None
         stretches = {name: copy(code) for name, code in self.stretches.items()}
         for code in stretches.values():
             code.prepare_for_serialization()
@@ -183,7 +198,7 @@ class _Writer:
         self._name_of = name_of
         self._lines: list[_Line] = []
         self._known: set[fx.Node] = set()
-        self._taken = {*_GLOBALS, *name_of.values(), "args", "given"}
+        self._taken = {*_GLOBALS, "graph_ops", *name_of.values(), "args", "given"}
         self.constants: dict[str, torch.Tensor] = {}
 
     def write(self, graph: fx.Graph) -> str:

@@ -576,7 +576,7 @@ def test_no_bytes_are_copied_where_linears_dominate(ranks: RankPool, backend: st
             flats = re.findall(r"(\w+) = graph_ops\.new_flat_on\(", program)
             assert len(flats) == 2
             for flat in flats:
-                issued = program.index(f"graph_ops.reduce_scatter({flat},")
+                issued = program.index(f"graph_ops.reduce_scatter([{flat}, ],")
                 written = [m.start() for m in re.finditer(rf"given = \[.*\b{flat}\b", program)]
                 assert written
                 assert max(written) < issued
