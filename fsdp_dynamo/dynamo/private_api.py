@@ -8,14 +8,19 @@ a test). Functions that this module replaces:
 - ``invoke_subgraph.gen_schema``, while compiling (``one_schema_a_region``): torch traces a region's
   body again at each of its calls, in search of mutations, and keeps no result.
 - ``collect_bw_donated_buffer_idxs``, while compiling (``nothing_donated``).
+- ``AsyncCompile.wait`` and ``AsyncCompile.submit``, while compiling (``builds_put_off``).
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -40,6 +45,9 @@ from torch._functorch.pyfunctorch import (
     temporarily_pop_interpreter_stack,
 )
 from torch._guards import TracingContext
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import _worker_compile_cpp
+from torch._inductor.cpp_builder import CppBuilder
 from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
@@ -508,6 +516,60 @@ def nothing_donated() -> Iterator[None]:
 
 def _none_found(*_: Any) -> list[int]:
     return []
+
+
+# -- kernel builds ---------------------------------------------------------------------------------
+# Builds of Inductor's C++ kernels, put off so that many kernels share one file.
+
+
+Kernel = tuple[CppBuilder, "Future[None]"]
+"""A kernel to build, and the future to complete once its library is there or Inductor is to try."""
+
+
+@dataclass(frozen=True)
+class PutOffBuilds:
+    """Builds of kernels, and the waits for them, that Inductor has asked for."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    waits: list[Callable[[], None]] = field(default_factory=list)
+
+
+@contextmanager
+def builds_put_off() -> Iterator[PutOffBuilds]:
+    """Collect the builds of kernels and the waits for them while open.
+
+    Inductor starts a compiler for each kernel (0.6 s before its first line) and waits for it before
+    the next graph: a cold compile of a decoder takes 1.7 times as long. Builds of other threads go
+    on as usual. After an error, the kernels are left to Inductor.
+    """
+    wait, submit, thread = AsyncCompile.wait, AsyncCompile.submit, threading.get_ident()
+    found = PutOffBuilds()
+
+    def wait_later(builds: AsyncCompile, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            found.waits.append(partial(wait, builds, scope))
+        else:
+            wait(builds, scope)
+
+    def submit_later(task: Callable[..., Any]) -> Any:
+        is_kernel = isinstance(task, partial) and task.func is _worker_compile_cpp
+        builders: Sequence[CppBuilder] = task.args[1] if is_kernel else ()  # type: ignore[attr-defined]
+        if len(builders) != 1 or threading.get_ident() != thread:
+            return submit(task)
+        built: Future[None] = Future()
+        found.kernels.append((builders[0], built))
+        return built
+
+    with (
+        patch.object(AsyncCompile, "wait", wait_later),
+        patch.object(AsyncCompile, "submit", staticmethod(submit_later)),
+    ):
+        try:
+            yield found
+        except BaseException:
+            for _, built in found.kernels:
+                built.set_result(None)
+            raise
 
 
 # -- garbage ---------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from fsdp_dynamo.dynamo.private_api import (
     nothing_donated,
     one_schema_a_region,
 )
-from fsdp_dynamo.graph_mode.calibration import best_probed
 from fsdp_dynamo.graph_mode.compile_cache import (
     compile_once,
     graph_key,
@@ -48,6 +47,7 @@ from fsdp_dynamo.graph_mode.inductor import (
     keeps_graphs,
     mode_settings,
     users_settings,
+    vectorization,
 )
 from fsdp_dynamo.graph_mode.lowering import bind, lower_to_functions
 from fsdp_dynamo.graph_mode.operators import GraphOperators
@@ -163,8 +163,7 @@ def _planned_alike(planner: Planner, operators: GraphOperators, compile_: Callab
 def _inductor_alone(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    with best_probed():
-        return compile_fx(gm, example_inputs)
+    return compile_fx(gm, example_inputs, config_patches=vectorization())
 
 
 _SETTINGS = {
@@ -204,7 +203,7 @@ def fsdp_dynamo(
     compiler = StretchCompiler(pipeline, planner, compile_fx_inner)
 
     def compile_() -> Any:
-        config = settings | inductor_settings(partitioner, pipeline, marks)
+        config = vectorization() | settings | inductor_settings(partitioner, pipeline, marks)
         key = None
         # A user's pass may wait for other ranks, which must not wait for this rank's code.
         if keeps_graphs(config) and not parsed.passes:
@@ -212,7 +211,7 @@ def fsdp_dynamo(
             key = graph_key(gm, example_inputs, *parts)
 
         def run() -> Any:
-            with best_probed(), built_together(example_inputs):
+            with built_together(example_inputs):
                 return compile_fx(gm, example_inputs, compiler, config_patches=config)
 
         return compile_once(key, run)

@@ -62,7 +62,7 @@ _temporary: ExitStack | None = None
 
 
 def own_folder() -> Path:
-    """Return the folder of our files in the cache: measured rates, marks of probes, and locks."""
+    """Return the folder of our files in the cache: measured rates and locks."""
     return Path(cache_dir()) / "fsdp_dynamo"
 
 

@@ -36,8 +36,7 @@ def mark_shard(flat: FlatParameter) -> None:
     """Let a shard that becomes an input of a compiled graph lead back to its flat parameter.
 
     The reference is weak: autograd's nodes hold the shard, and the garbage collector cannot see
-        cycles
-    through them.
+    cycles through them.
     """
     setattr(flat.sharded, _OWNER, ref(flat))
 
@@ -109,9 +108,8 @@ class _RouteGradients(torch.autograd.Function):
     """Autograd function that passes the gradients of shards and carriers to the units.
 
     Forward: the inputs, unchanged. Backward: the reduced gradient of a shard is added to the
-        original
-    parameters' ``.grad``; the unsharded gradient of a carrier joins the gradients that wait for a
-    reduction.
+    original parameters' ``.grad``; the unsharded gradient of a carrier joins the gradients that
+    wait for a reduction.
     """
 
     @staticmethod

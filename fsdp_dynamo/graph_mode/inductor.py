@@ -7,9 +7,8 @@ import logging
 import os
 import re
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,13 +17,13 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch._inductor import config as inductor_config
-from torch._inductor import list_mode_options
+from torch._inductor import cpu_vec_isa, list_mode_options
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-from torch._inductor.codecache import _worker_compile_cpp
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.dynamo.private_api import Kernel, builds_put_off
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.planning import is_recording
@@ -92,6 +91,20 @@ def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str) 
     return config
 
 
+def vectorization() -> dict[str, Any]:
+    """Return settings with which Inductor probes no instruction set of the CPU but the best.
+
+    By itself Inductor compiles a probe for each set that an x86 CPU has, 2 to 3 s each. If the best
+    set works, the others do. If it does not, Inductor is left to probe all of them.
+    """
+    if sys.platform != "linux" or inductor_config.cpp.vec_isa_ok is not None:
+        return {}
+    flags = set(cpu_vec_isa.x86_isa_checker())  # empty on other processors
+    known = (isa for isa in cpu_vec_isa.supported_vec_isa_list if {*str(isa).split()} <= flags)
+    best = next(known, None)
+    return {"cpp.vec_isa_ok": True} if best else {}  # the truth of an instruction set is its probe
+
+
 def keeps_graphs(settings: Mapping[str, Any]) -> bool:
     """Whether graphs compiled with these settings are cached, so that other ranks find them."""
     return bool(
@@ -113,66 +126,29 @@ _log = logging.getLogger(__name__)
 _KERNELS_A_FILE = 24
 """With more kernels there are several files, at most one for each of Inductor's compile threads."""
 
-_Kernel = tuple[CppBuilder, "Future[None]"]
-
 
 @contextmanager
 def built_together(example_inputs: Sequence[Any]) -> Iterator[None]:
     """Put off the builds of kernels while open; build them at the end.
 
     Only if all inputs are on CPUs: kernels of other devices are measured, or kept with the graph's
-        code,
-    before the next graph.
+    code, before the next graph.
     """
     tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
     if any(tensor.device.type != "cpu" for tensor in tensors):
         yield
         return
-    wait, submit, thread = AsyncCompile.wait, AsyncCompile.submit, threading.get_ident()
-    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    kernels: list[_Kernel] = []
-
-    def wait_later(builds: AsyncCompile, scope: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            waiting.append((builds, scope))
-        else:
-            wait(builds, scope)
-
-    def submit_later(task: Callable[..., Any]) -> Any:
-        builder = _builder_of(task)
-        if builder is None or threading.get_ident() != thread:
-            return submit(task)
-        built: Future[None] = Future()
-        kernels.append((builder, built))
-        return built
-
-    replaced = {name: vars(AsyncCompile)[name] for name in ("wait", "submit")}
-    AsyncCompile.wait = wait_later  # type: ignore[method-assign, assignment]
-    AsyncCompile.submit = staticmethod(submit_later)  # type: ignore[method-assign, assignment]
-    try:
+    with builds_put_off() as put_off:
         yield
-    except BaseException:
-        _release(kernels)
-        raise
-    finally:
-        for name, method in replaced.items():
-            setattr(AsyncCompile, name, method)
-    for batch in _batches(kernels):
-        submit(functools.partial(_build, batch))
-    for builds, scope in waiting:
-        wait(builds, scope)
+    for batch in _batches(put_off.kernels):
+        AsyncCompile.submit(functools.partial(_build, batch))
+    for wait in put_off.waits:
+        wait()
 
 
-def _builder_of(task: Callable[..., Any]) -> CppBuilder | None:
-    if isinstance(task, functools.partial) and task.func is _worker_compile_cpp:
-        builders: Sequence[CppBuilder] = task.args[1]
-        return builders[0] if len(builders) == 1 else None
-    return None
-
-
-def _batches(kernels: Sequence[_Kernel]) -> Iterator[Sequence[_Kernel]]:
+def _batches(kernels: Sequence[Kernel]) -> Iterator[Sequence[Kernel]]:
     """Group kernels with equal compiler commands into few files, more if there are many."""
-    alike: dict[str, list[_Kernel]] = {}
+    alike: dict[str, list[Kernel]] = {}
     for kernel in kernels:
         alike.setdefault(command_of(kernel[0]), []).append(kernel)
     for some in alike.values():
@@ -180,7 +156,7 @@ def _batches(kernels: Sequence[_Kernel]) -> Iterator[Sequence[_Kernel]]:
         yield from (some[first::files] for first in range(files))
 
 
-def _build(batch: Sequence[_Kernel]) -> None:
+def _build(batch: Sequence[Kernel]) -> None:
     """Build kernels in one file. Inductor builds each kernel that then has no library."""
     try:
         if len(batch) > 1:
@@ -188,12 +164,8 @@ def _build(batch: Sequence[_Kernel]) -> None:
     except (OSError, RuntimeError):
         _log.debug("%d kernels are built one by one", len(batch), exc_info=True)
     finally:
-        _release(batch)
-
-
-def _release(kernels: Sequence[_Kernel]) -> None:
-    for _, built in kernels:
-        built.set_result(None)
+        for _, built in batch:
+            built.set_result(None)
 
 
 # -- joined kernels --------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ After::
 
 The flat gradient is allocated right before its first write, with ``NO_VALUE`` where nothing is
 written: padding, and parameters without a gradient. A gradient is copied (``write``) if another
-    node
-reads it too, or if its operator cannot write into a slice. If gradients are cast for the reduction,
-that copy is the cast.
+node reads it too, or if its operator cannot write into a slice. If gradients are cast for the
+reduction, that copy is the cast.
 
 ``add(mm, mm)``, a weight used twice, becomes a product and a product that accumulates. That rounds
 once less: the only change that is not bitwise.
