@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from graph_passes.graph_utils import (
     group_of,
     hint,
     is_compute,
+    is_gather,
     num_bytes,
     payload_bytes,
     payload_numel,
     values_of,
     world_size_of,
 )
-from graph_passes.markers import mark_of, wire_of
+from graph_passes.markers import wire_of
 from graph_passes.wire_format import (
     Coding,
     WireFormat,
@@ -156,9 +158,7 @@ class CostModel:
         if size is None:
             payload, message = payload_bytes(node), _message_bytes(node, 1)
             return self.device.coding_ms(wire, coding_of_all_reduce(payload, message))
-        mark = mark_of(node)
-        is_gather = mark is not None and mark.kind == "all_gather"
-        coding = coding_of_gather if is_gather else coding_of_reduction
+        coding = coding_of_gather if is_gather(node) else coding_of_reduction
         return self.device.coding_ms(
             wire, coding(payload_bytes(node), _message_bytes(node, size), size)
         )
@@ -183,8 +183,7 @@ def _ring_share(node: fx.Node, node_ranks: int) -> float:
     Reductions in a format are all-to-alls: on M nodes of L ranks, (M - 1) * L of a rank's messages
     go to other nodes; a ring passes on M - 1.
     """
-    mark = mark_of(node)
-    if wire_of(node) is None or (mark is not None and mark.kind == "all_gather"):
+    if wire_of(node) is None or is_gather(node):
         return 1.0
     is_all_reduce = world_size_of(node) is None  # an all-to-all, and a gather of the sums
     return (node_ranks + 1) / 2 if is_all_reduce else float(node_ranks)
@@ -203,9 +202,7 @@ def messages_bytes(node: fx.Node) -> int:
     size = world_size_of(node)
     if size is None:  # to the ranks that sum, and back
         return 2 * _message_bytes(node, 1)
-    mark = mark_of(node)
-    is_gather = mark is not None and mark.kind == "all_gather"
-    return _message_bytes(node, size) * (size + 1 if is_gather else 2 * size - 1)
+    return _message_bytes(node, size) * (size + 1 if is_gather(node) else 2 * size - 1)
 
 
 def _message_bytes(node: fx.Node, size: int) -> int:
@@ -280,24 +277,8 @@ def _attention_on_cpus_backward(grad: Any, *args: Any, **kwargs: Any) -> Any:
     return hint(_attention_on_cpus(*args)) * 5 // 2
 
 
-def _flex_attention(*args: Any, **kwargs: Any) -> int:
-    return _flex_attention_flops(*args[:3], products_of_keys=1, products_of_values=1)
-
-
-def _flex_attention_backward(*args: Any, **kwargs: Any) -> int:
-    return _flex_attention_flops(*args[:3], products_of_keys=3, products_of_values=2)
-
-
-_FORMULAS: dict[Any, _Formula] = {
-    getattr(torch.ops.aten, _ON_CPUS): _attention_on_cpus,
-    getattr(torch.ops.aten, f"{_ON_CPUS}_backward"): _attention_on_cpus_backward,
-    _OPS.flex_attention: _flex_attention,
-    _OPS.flex_attention_backward: _flex_attention_backward,
-}
-
-
 def _flex_attention_flops(
-    query: Any, key: Any, value: Any, *, products_of_keys: int, products_of_values: int
+    query: Any, key: Any, value: Any, *_: Any, products: tuple[int, int], **__: Any
 ) -> int:
     """Return the operations of FlexAttention without a mask.
 
@@ -305,12 +286,19 @@ def _flex_attention_flops(
         query: ``(B, H, M, E)``.
         key: ``(B or 1, H or fewer, N, E)``.
         value: ``(B or 1, H or fewer, N, V)``.
-        products_of_keys: products over or of ``E``.
-        products_of_values: products over or of ``V``.
+        products: number of products over or of ``E``, and over or of ``V``.
     """
     scores = hint(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
-    widths = products_of_keys * hint(query.shape[3]) + products_of_values * hint(value.shape[3])
+    widths = products[0] * hint(query.shape[3]) + products[1] * hint(value.shape[3])
     return 2 * scores * widths
+
+
+_FORMULAS: dict[Any, _Formula] = {
+    getattr(torch.ops.aten, _ON_CPUS): _attention_on_cpus,
+    getattr(torch.ops.aten, f"{_ON_CPUS}_backward"): _attention_on_cpus_backward,
+    _OPS.flex_attention: partial(_flex_attention_flops, products=(1, 1)),
+    _OPS.flex_attention_backward: partial(_flex_attention_flops, products=(3, 2)),
+}
 
 
 def _counted_kernel(number: int) -> Any:

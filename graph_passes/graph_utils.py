@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graph_passes.markers import COLLECTIVE
+from graph_passes.markers import COLLECTIVE, mark_of
 
 _C10D = "_c10d_functional::"
 _WAIT = "_c10d_functional::wait_tensor"
@@ -53,6 +53,16 @@ def is_collective(node: fx.Node) -> bool:
 def is_marked(node: fx.Node) -> bool:
     """Whether a node has the mark of a collective."""
     return COLLECTIVE in (node.meta.get("custom") or {})
+
+
+def is_gather(node: fx.Node) -> bool:
+    """Whether a node is a marked all-gather."""
+    return is_collective(node) and mark_of(node).kind == "all_gather"  # type: ignore[union-attr]
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a node is a marked reduce-scatter or all-reduce."""
+    return is_collective(node) and not is_gather(node)
 
 
 def is_region(node: fx.Node) -> bool:
@@ -114,6 +124,11 @@ def values_of(node: fx.Node) -> list[Any]:
     """Return the values of a node from its metadata; lists and dicts are flattened."""
     value = node.meta.get("val")
     return [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+
+
+def storage_of(value: Any) -> int:
+    """Return an identity of the storage of a tensor; 0 for other values."""
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
 
 
 def hint(number: int | torch.SymInt) -> int:
@@ -334,7 +349,9 @@ __all__ = [
     "is_backward",
     "is_collective",
     "is_compute",
+    "is_gather",
     "is_marked",
+    "is_reduction",
     "is_region",
     "is_view",
     "is_wait",
@@ -347,6 +364,7 @@ __all__ = [
     "payload_numel",
     "plan_of",
     "source_digest",
+    "storage_of",
     "value_key",
     "values_of",
     "wait_of",

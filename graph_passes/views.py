@@ -9,8 +9,8 @@ from torch import fx, ops
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graph_passes.graph_pass import graph_pass
-from graph_passes.graph_utils import is_alias, is_wait, op_name
-from graph_passes.markers import cuts_views, mark_of
+from graph_passes.graph_utils import is_alias, is_gather, is_wait, op_name
+from graph_passes.markers import cuts_views
 
 # -- cut views -------------------------------------------------------------------------------------
 # Cut views: each parameter view is one node on the unsharded buffer.
@@ -179,10 +179,8 @@ def _views_of_gathers(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield views of gathered tensors, and views of views, in graph order."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if is_wait(node):
-            mark = mark_of(node.all_input_nodes[0])
-            if mark is not None and mark.kind == "all_gather":
-                found.add(node)
+        if is_wait(node) and is_gather(node.all_input_nodes[0]):
+            found.add(node)
         elif is_alias(node) and found.issuperset(node.all_input_nodes):
             found.add(node)
             yield node

@@ -23,6 +23,7 @@ from fsdp_dynamo.graph_mode.unshard_operators import (
     ViewConstants,
     encode,
 )
+from graph_passes.graph_utils import storage_of
 from graph_passes.markers import CollectiveKind, Mark
 from graph_passes.wire_format import text_of
 
@@ -258,7 +259,7 @@ def copy_shared_inputs(gm: fx.GraphModule) -> None:
         for node in graph.graph.find_nodes(op="call_function", target=PARAMETERS):
             node.target = PARAMETER_VIEWS
             values = node.meta["example_value"]
-            buffers |= dict.fromkeys(map(_storage, values), node.all_input_nodes[0])
+            buffers |= dict.fromkeys(map(storage_of, values), node.all_input_nodes[0])
     _copy_inputs(gm, buffers)
     for graph in graphs:
         graph.recompile()
@@ -278,7 +279,7 @@ def _copy_inputs_of(node: fx.Node, buffers: dict[int, fx.Node]) -> None:
     """Copy the inputs of an operator that lie in one unsharded buffer, except the first."""
     seen: set[fx.Node] = set()
     for source in node.all_input_nodes:
-        buffer = buffers.get(_storage(source.meta.get("example_value")))
+        buffer = buffers.get(storage_of(source.meta.get("example_value")))
         if buffer in seen:
             with node.graph.inserting_before(node):
                 copy = node.graph.call_method("clone", (source,))
@@ -286,10 +287,6 @@ def _copy_inputs_of(node: fx.Node, buffers: dict[int, fx.Node]) -> None:
             node.replace_input_with(source, copy)
         elif buffer is not None:
             seen.add(buffer)
-
-
-def _storage(value: Any) -> int:
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
 
 
 # -- secondary inputs ------------------------------------------------------------------------------

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from graph_passes.graph_utils import collectives, num_bytes, op_name
-from graph_passes.markers import NO_VALUE, mark_of
+from graph_passes.graph_utils import collectives, is_reduction, op_name
+from graph_passes.markers import NO_VALUE
 
 CASTS = frozenset({"aten::_to_copy", "prims::convert_element_type"})
-_FUSED = frozenset({"aten::sum"})
 
 
 class Range(NamedTuple):
@@ -32,12 +31,7 @@ def write_name(node: fx.Node) -> str:
 
 def reductions(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield the marked collectives that reduce gradients, in graph order."""
-    return filter(_reduces, collectives(graph))
-
-
-def _reduces(collective: fx.Node) -> bool:
-    mark = mark_of(collective)
-    return mark is not None and mark.kind != "all_gather"
+    return filter(is_reduction, collectives(graph))
 
 
 def concatenation_of(reduction: fx.Node) -> fx.Node | None:
@@ -66,46 +60,6 @@ def chain_of_writes(node: object) -> list[fx.Node]:
         chain.append(node)
         node = None if write_name(node) == "new_flat" else node.args[0]
     return chain
-
-
-def copied_bytes(graph: fx.Graph, fuses: bool = False) -> int:
-    """Return the bytes copied between the producers of gradients and the reductions.
-
-    Counts what concatenations read, and what ``write`` copies without a cast.
-
-    Args:
-        graph: graph before its collectives are lowered.
-        fuses: whether the compiler fuses a ``write`` with the sum that makes its source.
-    """
-    total = 0
-    for reduction in reductions(graph):
-        cat = concatenation_of(reduction)
-        copied = [] if cat is None else [cat]
-        for write in chain_of(reduction):
-            copied += _copied(write, fuses)
-        total += sum(num_bytes(node) for node in copied)
-    return total
-
-
-def _copied(write: fx.Node, fuses: bool) -> list[fx.Node]:
-    """Return the gradients that a write copies without a cast."""
-    if write_name(write) not in ("write", "write_many"):
-        return []
-    dtype = write.meta["val"].dtype
-    kept = [source for source in _sources(write) if source.meta["val"].dtype == dtype]
-    return [source for source in kept if not (fuses and op_name(_base(source)) in _FUSED)]
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """Return the tensor that a gradient is a reshaped view of."""
-    while op_name(node) in ("aten::view", "aten::reshape") and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _sources(write: fx.Node) -> list[fx.Node]:
-    sources: Any = write.args[2] if write_name(write) == "write_many" else [write.args[3]]
-    return list(sources)
 
 
 def ranges_of(write: fx.Node) -> list[Range]:
@@ -137,7 +91,7 @@ def misplaced_writes(found: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str, s
     Yields:
         The node, what was expected of it, and what was found.
     """
-    for reduction in filter(_reduces, found):
+    for reduction in filter(is_reduction, found):
         chain = chain_of(reduction)
         if not chain:
             continue

@@ -33,7 +33,7 @@ from graph_passes.gradients.flat_gradient import (
     reductions,
     write_name,
 )
-from graph_passes.gradients.producers import PRODUCERS, SUMS, Piece, Write, is_zero, writes_of
+from graph_passes.gradients.producers import PRODUCERS, SUMS, GradSlice, Write, is_zero, writes_of
 from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import num_bytes, order_index
 
@@ -67,7 +67,7 @@ def _rewrite(graph: fx.Graph, reduction: fx.Node, cat: fx.Node, producers: dict[
         if not slot.numel():
             continue
         if not is_zero(node):
-            writes += writes_of(Piece(node, slot), producers)
+            writes += writes_of(GradSlice(node, slot), producers)
             continue
         begin = int(slot.storage_offset())
         if gaps and gaps[-1] == begin:

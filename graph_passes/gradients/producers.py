@@ -32,7 +32,7 @@ _ROW_WRITES = frozenset({"aten::index_put", "aten::_unsafe_index_put"})
 
 
 @dataclass(frozen=True)
-class Piece:
+class GradSlice:
     """A gradient and its slice.
 
     Attributes:
@@ -98,7 +98,7 @@ def is_zero(node: fx.Node) -> bool:
     return name in _ZEROS or (name in _FULL and bool(node.args[_FULL[name]] == 0))
 
 
-def trace_back(piece: Piece) -> Piece:
+def trace_back(piece: GradSlice) -> GradSlice:
     """Undo views, and a cast to the flat gradient's dtype, between a producer and its slice."""
     while is_private(piece.node):
         source = _before(piece)
@@ -108,7 +108,7 @@ def trace_back(piece: Piece) -> Piece:
     return piece
 
 
-def _before(piece: Piece) -> Piece | None:
+def _before(piece: GradSlice) -> GradSlice | None:
     """Undo one node of ``trace_back``; ``None`` if it is no view, or none that can be undone."""
     node, slot = piece.node, piece.slot
     source = node.args[0] if node.args else None
@@ -117,13 +117,13 @@ def _before(piece: Piece) -> Piece | None:
     name = op_name(node)
     if name in _RESHAPES:
         try:
-            return Piece(source, slot.view(source.meta["val"].shape))
+            return GradSlice(source, slot.view(source.meta["val"].shape))
         except (RuntimeError, ValueError):  # on meta tensors, and on fake ones
             return None
     if name in _TRANSPOSES:
-        return Piece(source, slot.permute(_inverse(node, slot.dim())))
+        return GradSlice(source, slot.permute(_inverse(node, slot.dim())))
     if name in CASTS and not piece.is_cast and source.meta["val"].shape == slot.shape:
-        return Piece(source, slot)
+        return GradSlice(source, slot)
     return None
 
 
@@ -145,13 +145,13 @@ def _inverse(node: fx.Node, num_dims: int) -> list[int]:
 # -- producers ------------------------------------------------------------------------------------
 
 
-def _product(piece: Piece, accumulate: bool) -> Write | None:
+def _product(piece: GradSlice, accumulate: bool) -> Write | None:
     a, b = piece.node.args[-2:]
     target = OPERATORS.mm_into.default
     return Write(piece.node, target, (*piece.where, a, b, accumulate))
 
 
-def _sum(piece: Piece, accumulate: bool) -> Write | None:
+def _sum(piece: GradSlice, accumulate: bool) -> Write | None:
     node = piece.node
     if accumulate or node.kwargs or len(node.args) < 2 or not node.args[1]:
         return None
@@ -161,7 +161,7 @@ def _sum(piece: Piece, accumulate: bool) -> Write | None:
     return Write(node, OPERATORS.sum_into.default, args)
 
 
-def _rows(piece: Piece, indices: Any, values: Any, mask: Any, padding_idx: int) -> Write | None:
+def _rows(piece: GradSlice, indices: Any, values: Any, mask: Any, padding_idx: int) -> Write | None:
     """Write rows summed by index. In low precision only the operator itself sums in float."""
     size = list(piece.slot.shape)
     shape = [*indices.meta["val"].shape, *size[1:]]
@@ -176,28 +176,28 @@ def _rows(piece: Piece, indices: Any, values: Any, mask: Any, padding_idx: int) 
     return Write(piece.node, OPERATORS.embedding_into.default, args)
 
 
-def _embedding(piece: Piece, accumulate: bool) -> Write | None:
+def _embedding(piece: GradSlice, accumulate: bool) -> Write | None:
     values, indices, _, padding_idx, scale_by_frequency = piece.node.args
     if accumulate or scale_by_frequency:
         return None
     return _rows(piece, indices, values, None, padding_idx)  # type: ignore[arg-type]
 
 
-def _masked_rows(piece: Piece, accumulate: bool) -> Write | None:
+def _masked_rows(piece: GradSlice, accumulate: bool) -> Write | None:
     base, mask, indices, values = piece.node.args
     if accumulate or not is_zero(base) or len(indices) != 1:  # type: ignore[arg-type]
         return None
     return _rows(piece, indices[0], values, mask, -1)  # type: ignore[index]
 
 
-def _unmasked_rows(piece: Piece, accumulate: bool) -> Write | None:
+def _unmasked_rows(piece: GradSlice, accumulate: bool) -> Write | None:
     base, indices, values, *adds = piece.node.args
     if accumulate or adds != [True] or not is_zero(base) or len(indices) != 1:  # type: ignore[arg-type]
         return None
     return _rows(piece, indices[0], values, None, -1)  # type: ignore[index]
 
 
-_Producer = Callable[[Piece, bool], Write | None]
+_Producer = Callable[[GradSlice, bool], Write | None]
 
 PRODUCERS: dict[str, _Producer] = {
     "aten::mm": _product,
@@ -213,7 +213,7 @@ SUMS: dict[str, _Producer] = {"aten::sum": _sum}
 """Reductions, which write into a slice only where no compiler fuses them with the copy."""
 
 
-def writes_of(piece: Piece, producers: dict[str, _Producer]) -> list[Write]:
+def writes_of(piece: GradSlice, producers: dict[str, _Producer]) -> list[Write]:
     """Return the writes that replace a gradient, in graph order.
 
     A sum of two gradients, ``add(mm, x)``, becomes a write and a write that accumulates.
@@ -235,7 +235,7 @@ def writes_of(piece: Piece, producers: dict[str, _Producer]) -> list[Write]:
     return writes
 
 
-def _direct(piece: Piece, producers: dict[str, _Producer], accumulate: bool) -> Write | None:
+def _direct(piece: GradSlice, producers: dict[str, _Producer], accumulate: bool) -> Write | None:
     producer = producers.get(op_name(piece.node))
     if producer is None or piece.is_cast or not is_private(piece.node):
         return None
@@ -244,15 +244,15 @@ def _direct(piece: Piece, producers: dict[str, _Producer], accumulate: bool) -> 
     return producer(piece, accumulate)
 
 
-def _copy(piece: Piece) -> Write:
+def _copy(piece: GradSlice) -> Write:
     return Write(piece.node, OPERATORS.write.default, (*piece.where, piece.node))
 
 
-def _add(piece: Piece) -> Write:
+def _add(piece: GradSlice) -> Write:
     return Write(piece.node, OPERATORS.add_into.default, (*piece.where, piece.node))
 
 
-def _terms(piece: Piece) -> list[Piece]:
+def _terms(piece: GradSlice) -> list[GradSlice]:
     """Return the terms whose sum a gradient is."""
     node = piece.node
     name = op_name(node)
@@ -268,11 +268,11 @@ def _terms(piece: Piece) -> list[Piece]:
         return [piece]
     found = [] if name == "aten::add" else [piece]
     for summand in summands:
-        found += _terms(trace_back(Piece(summand, piece.slot)))  # type: ignore[arg-type]
+        found += _terms(trace_back(GradSlice(summand, piece.slot)))  # type: ignore[arg-type]
     return found
 
 
-def _is_like(node: fx.Node, piece: Piece) -> bool:
+def _is_like(node: fx.Node, piece: GradSlice) -> bool:
     value = node.meta.get("val")
     return (
         isinstance(value, torch.Tensor)

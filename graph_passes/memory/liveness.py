@@ -39,6 +39,7 @@ from graph_passes.cost_model import wire_bytes
 from graph_passes.graph_utils import (
     is_backward,
     is_collective,
+    is_reduction,
     is_wait,
     num_bytes,
     op_name,
@@ -163,10 +164,7 @@ def _last_use(nodes: Sequence[fx.Node], index: dict[fx.Node, int], waits_only: b
 def _flat_grads(graph: fx.Graph) -> set[fx.Node]:
     """Return the tensors that reductions send, and the tensors that are concatenated to them."""
     found: set[fx.Node] = set()
-    for node in graph.nodes:
-        mark = mark_of(node) if is_collective(node) else None
-        if mark is None or mark.kind == "all_gather":
-            continue
+    for node in filter(is_reduction, graph.nodes):
         waiting = [node.all_input_nodes[0]]
         while waiting:
             source = waiting.pop()
@@ -241,22 +239,6 @@ def moved(lifetime: Lifetime, index: dict[fx.Node, int]) -> Lifetime:
         end = _last_use(lifetime.nodes, index)
     begin = 0 if maker.op == "placeholder" else index[maker]
     return replace(lifetime, begin=begin, end=max(end, begin))
-
-
-def step_peak_bytes(
-    forward: MemoryProfile, backward: MemoryProfile, saved_bytes: int, standing_bytes: int
-) -> int:
-    """Return the peak of a training step without its optimizer update.
-
-    Args:
-        forward: profile of the forward graph.
-        backward: profile of the backward graph, which counts saved tensors until their last use,
-            and the shards' gradients from when they are made.
-        saved_bytes: most bytes alive between the two: saved tensors, outputs of the forward, and
-            what user code in between (a loss that is not compiled) allocates.
-        standing_bytes: sharded parameters, their gradients of earlier steps, optimizer state.
-    """
-    return standing_bytes + max(forward.peak_bytes, saved_bytes, backward.peak_bytes)
 
 
 # -- inductor liveness -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graph_passes.graph_utils import is_region, is_view, written_by
+from graph_passes.graph_utils import is_region, is_view, storage_of, written_by
 
 
 def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> str | None:
@@ -34,7 +34,7 @@ def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node])
         return "a shape is dynamic"
     if any(_is_symbolic(node) for node in body.graph.nodes):
         return "a number in it is dynamic"
-    storages = [_storage(value) for value in values]
+    storages = [storage_of(value) for value in values]
     if len(set(storages)) < len(storages):
         return "an input or an output is a view of another"
     if _writes_to_an_input(body, values[: len(inputs)]):
@@ -91,7 +91,7 @@ def last_changes(graph: fx.Graph) -> dict[int, int]:
             if not isinstance(value, torch.Tensor) or not value._version:
                 continue
             if result is value or result is None:
-                changes[_storage(value)] = position
+                changes[storage_of(value)] = position
     return changes
 
 
@@ -101,17 +101,13 @@ def changed_after(inputs: list[fx.Node], position: int, changes: dict[int, int])
         return False
     values = (node.meta.get("example_value") for node in inputs)
     tensors = (value for value in values if isinstance(value, torch.Tensor))
-    return any(changes.get(_storage(value), -1) > position for value in tensors)
+    return any(changes.get(storage_of(value), -1) > position for value in tensors)
 
 
 def _is_symbolic(node: fx.Node) -> bool:
     """Whether a node returns symbolic numbers, such as those that change between calls."""
     leaves = tree_leaves(node.meta.get("example_value"))
     return any(isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) for value in leaves)
-
-
-def _storage(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 def _writes_to_an_input(body: fx.GraphModule, values: list[torch.Tensor]) -> bool:
@@ -125,7 +121,7 @@ def _writes_to_an_input(body: fx.GraphModule, values: list[torch.Tensor]) -> boo
         ]
         with enable_python_dispatcher():  # batch norm with the operator that names its writes
             body(*copies)
-    return any(_storage(copy) in writes.storages for copy in copies)
+    return any(storage_of(copy) in writes.storages for copy in copies)
 
 
 class _Writes(TorchDispatchMode):
@@ -143,7 +139,7 @@ class _Writes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         written = written_by(func._schema, args, kwargs)
-        self.storages |= {_storage(value) for value in written if value is not None}
+        self.storages |= {storage_of(value) for value in written if value is not None}
         return func(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import Placement, Schedule
@@ -40,11 +40,10 @@ class Bucketed:
 
 def bucket(problem: Problem) -> Bucketed:
     """Merge neighbours of one kind while they are too small for their link."""
-    clock = list(accumulate(problem.compute_ms, initial=0.0))
     merged: list[tuple[Transfer, tuple[int, ...]]] = []
     for index, transfer in enumerate(problem.transfers):
         last = merged[-1] if merged else None
-        if last is not None and _belong_together(last[0], transfer, clock):
+        if last is not None and _belong_together(last[0], transfer, problem.step_starts_ms):
             merged[-1] = (_merge(last[0], transfer), (*last[1], index))
         else:
             merged.append((transfer, (index,)))
@@ -67,17 +66,12 @@ def _belong_together(one: Transfer, other: Transfer, clock: Sequence[float]) -> 
 
     It is if the first is small, and waiting for the second costs less than the latency saved.
     """
-    same = _kind_of(one) == _kind_of(other)
-    if not same or other.is_dependent or is_saturating(one):
+    if one.launch_key != other.launch_key or other.is_dependent or is_saturating(one):
         return False
     ready = max(one.ready, other.ready)
     if not one.is_gather and clock[ready] - clock[one.ready] > one.latency_ms:
         return False
     return ready <= min(one.need, other.need)
-
-
-def _kind_of(transfer: Transfer) -> tuple[str, ...]:
-    return transfer.mark.kind, transfer.group, transfer.dtype, transfer.wire
 
 
 def _merge(one: Transfer, other: Transfer) -> Transfer:
@@ -100,17 +94,13 @@ def spread(problem: Problem, bucketed: Bucketed, schedule: Schedule) -> Schedule
 
     Members of a bucket share its issue. A gather is waited for where it is needed itself.
     """
-    return tuple(
-        Placement(index, placement.issue, need if gather else placement.wait)
-        for placement in schedule
-        for index in bucketed.members[placement.transfer]
-        for need, gather in [_need_of(problem, index)]
-    )
-
-
-def _need_of(problem: Problem, index: int) -> tuple[int, bool]:
-    transfer = problem.transfers[index]
-    return transfer.need, transfer.is_gather
+    placements = []
+    for bucket in schedule:
+        for index in bucketed.members[bucket.transfer]:
+            transfer = problem.transfers[index]
+            wait = transfer.need if transfer.is_gather else bucket.wait
+            placements.append(Placement(index, bucket.issue, wait))
+    return tuple(placements)
 
 
 # -- coarsening ------------------------------------------------------------------------------------
@@ -125,7 +115,7 @@ def _need_of(problem: Problem, index: int) -> tuple[int, bool]:
 # them. So a schedule takes equally long in both problems and keeps the same limits.
 
 
-_PIECES = 4
+_PARTS = 4
 """Parts of equal time into which each unit's compute is divided."""
 
 
@@ -171,9 +161,9 @@ def _limits(problem: Problem) -> Iterator[int]:
 
 def _even_cuts(problem: Problem) -> Iterator[int]:
     """Yield the gaps in which units change, and gaps at even distances in time between them."""
-    clock = list(accumulate(problem.compute_ms, initial=0.0))
+    clock = problem.step_starts_ms
     for begin, end in pairwise([*problem.segment_starts(), problem.num_steps]):
         yield begin
-        for piece in range(1, _PIECES):
-            at = clock[begin] + (clock[end] - clock[begin]) * piece / _PIECES
+        for piece in range(1, _PARTS):
+            at = clock[begin] + (clock[end] - clock[begin]) * piece / _PARTS
             yield min(end, max(begin, bisect_left(clock, at)))

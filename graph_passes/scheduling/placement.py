@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import (
@@ -44,7 +43,7 @@ def gathers_by_need(problem: Problem) -> list[int]:
 def place_just_in_time(problem: Problem, limits: Limits) -> dict[int, int]:
     """Return the gap of each gather, as late as hides it; ``limits`` are resolved."""
     starts = problem.segment_starts()
-    clock = list(accumulate(problem.compute_ms, initial=0.0))
+    clock = problem.step_starts_ms
     times = [clock[gap] for gap in starts]
     begin_by: dict[str, float] = {}
     wanted: dict[int, int] = {}

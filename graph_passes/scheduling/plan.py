@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import fx
 
-from graph_passes.graph_utils import is_backward, is_collective, is_wait, num_bytes, op_name
+from graph_passes.graph_utils import is_backward, is_gather, is_wait, num_bytes, op_name
 from graph_passes.markers import mark_of
 from graph_passes.scheduling.problem import Dissection, Problem, Transfer
 from graph_passes.scheduling.simulation import Placement, Schedule
@@ -278,7 +278,7 @@ def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placem
         one, other = (problem.transfers[schedule[i].transfer] for i in (position - 1, position))
         apart = planned.launch in ended
         if planned.launch == before.launch:
-            same = _alike(one) == _alike(other) and not other.is_dependent
+            same = one.launch_key == other.launch_key and not other.is_dependent
             apart = not same or planned.issue != before.issue
         if apart:
             raise PlanError(
@@ -286,10 +286,6 @@ def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placem
                 "kind, group, dtype and format, to follow one another with the same issue, and not "
                 f"to need each other, got it after {before.name}. Give it a launch of its own."
             )
-
-
-def _alike(transfer: Transfer) -> tuple[str, ...]:
-    return transfer.mark.kind, transfer.group, transfer.dtype, transfer.wire
 
 
 def _check_wire(planned: PlannedTransfer, transfer: Transfer) -> None:
@@ -345,12 +341,7 @@ def _leads_to_parameters(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     source = node.args[0] if is_wait(node) else node
-    return _is_gather(source) or any(map(_is_gather, node.users))
-
-
-def _is_gather(node: Any) -> bool:
-    mark = mark_of(node) if is_collective(node) else None
-    return mark is not None and mark.kind == "all_gather"
+    return is_gather(source) or any(map(is_gather, node.users))  # type: ignore[arg-type]
 
 
 __all__ = ["VERSION", "GraphPlan", "Plan", "PlanError", "PlannedTransfer"]

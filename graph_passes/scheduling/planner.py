@@ -24,7 +24,7 @@ from typing import Protocol
 from torch import fx
 
 from graph_passes.graph_pass import GraphPass
-from graph_passes.graph_utils import collectives, wait_of
+from graph_passes.graph_utils import collectives, is_gather, wait_of
 from graph_passes.markers import (
     choose_format,
     has_optional_format,
@@ -405,7 +405,7 @@ def _last_uses(forward: fx.Graph) -> dict[str, int]:
     result: dict[str, int] = {}
     for node in collectives(forward):
         mark = mark_of(node)
-        if mark is not None and mark.kind == "all_gather" and mark.reshards:
+        if mark is not None and is_gather(node) and mark.reshards:
             result[mark.unit] = max(ends[wait_of(node)], result.get(mark.unit, 0))
     return result
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import fx
 
@@ -27,11 +28,13 @@ from graph_passes.graph_utils import (
     collectives,
     group_of,
     is_collective,
+    is_gather,
     is_view,
     is_wait,
     mutates,
     num_bytes,
     op_name,
+    order_index,
     payload_bytes,
     wait_of,
 )
@@ -94,6 +97,11 @@ class Transfer:
         return self.link_name or self.group
 
     @property
+    def launch_key(self) -> tuple[str, ...]:
+        """What transfers of one launch have in common."""
+        return self.mark.kind, self.group, self.dtype, self.wire
+
+    @property
     def is_gather(self) -> bool:
         """Whether it is an all-gather, not a reduction."""
         return self.mark.kind == "all_gather"
@@ -130,10 +138,6 @@ class Problem:
         """Return the gaps in which the computing unit changes; the first is 0."""
         return [g for g, u in enumerate(self.units) if g == 0 or u != self.units[g - 1]]
 
-    def with_base_bytes(self, base_bytes: tuple[int, ...]) -> Problem:
-        """Return the problem with another memory profile."""
-        return replace(self, base_bytes=base_bytes)
-
 
 @dataclass(frozen=True)
 class Chain:
@@ -168,7 +172,7 @@ def dissect(graph: fx.Graph) -> Dissection:
     chains = []
     for node in issued:
         before = _private_inputs(node)
-        after = _private_users(wait_of(node)) if not _is_gather(node) else ()
+        after = _private_users(wait_of(node)) if not is_gather(node) else ()
         chains.append(Chain(before, node, wait_of(node), after))
         taken.update((*before, node, wait_of(node), *after))
     inputs = tuple(n for n in graph.nodes if n.op in ("placeholder", "get_attr"))
@@ -177,14 +181,9 @@ def dissect(graph: fx.Graph) -> Dissection:
     return Dissection(inputs, steps, tuple(chains))
 
 
-def _is_gather(node: fx.Node) -> bool:
-    mark = mark_of(node)
-    return mark is not None and mark.kind == "all_gather"
-
-
 def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the nodes that lead from an input of the graph to an all-gather only."""
-    if not _is_gather(node):
+    if not is_gather(node):
         return ()
     chain: list[fx.Node] = []
     current = node
@@ -221,16 +220,25 @@ def _grow(inside: set[fx.Node]) -> Iterator[fx.Node]:
 def problem_of(graph: fx.Graph, cost: CostModel, parts: Dissection | None = None) -> Problem:
     """Return the problem that a graph poses, without memory (``base_bytes`` are 0)."""
     parts = parts or dissect(graph)
-    gap_behind = {node: gap + 1 for gap, node in enumerate(parts.steps)}
-    gap_before = {node: gap for gap, node in enumerate(parts.steps)}
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    compute_ms = tuple(cost.compute_ms(node) for node in parts.steps)
-    pinned = _pinned_gaps(parts, gap_behind, position, cost, compute_ms)
-    transfers = tuple(
-        _transfer(chain, cost, gap_behind, gap_before, len(parts.steps), position, pinned)
-        for chain in parts.chains
+    gaps = _Gaps(
+        before={node: gap for gap, node in enumerate(parts.steps)},
+        behind={node: gap + 1 for gap, node in enumerate(parts.steps)},
+        last=len(parts.steps),
+        position=order_index(graph),
     )
+    compute_ms = tuple(cost.compute_ms(node) for node in parts.steps)
+    pinned = _pinned_gaps(parts, gaps, cost, compute_ms)
+    transfers = tuple(_transfer(chain, gaps, cost, pinned) for chain in parts.chains)
     return Problem(compute_ms, _units(parts.steps), (0,) * len(parts.steps), transfers)
+
+
+class _Gaps(NamedTuple):
+    """Gaps before and behind each step, the last gap, and the position of every node."""
+
+    before: dict[fx.Node, int]
+    behind: dict[fx.Node, int]
+    last: int
+    position: dict[fx.Node, int]
 
 
 def _units(steps: tuple[fx.Node, ...]) -> tuple[str, ...]:
@@ -243,11 +251,7 @@ def _units(steps: tuple[fx.Node, ...]) -> tuple[str, ...]:
 
 
 def _pinned_gaps(
-    parts: Dissection,
-    gap_behind: dict[fx.Node, int],
-    position: dict[fx.Node, int],
-    cost: CostModel,
-    compute_ms: tuple[float, ...],
+    parts: Dissection, gaps: _Gaps, cost: CostModel, compute_ms: tuple[float, ...]
 ) -> dict[fx.Node, int]:
     """Return the gaps of collectives that send another collective's result: these do not move.
 
@@ -263,8 +267,9 @@ def _pinned_gaps(
         other = next((bringers[n] for n in sources if n in bringers), None)
         if other is None:
             continue
-        here = position[chain.collective]
-        gap = max((gap for node, gap in gap_behind.items() if position[node] < here), default=0)
+        here = gaps.position[chain.collective]
+        earlier = (gap for node, gap in gaps.behind.items() if gaps.position[node] < here)
+        gap = max(earlier, default=0)
         if _only_leaves(chain):
             gap = max(gap, pinned.get(other.collective, 0))
             done_ms = starts_ms[gap] + _MARGIN * cost.collective_ms(other.collective)
@@ -279,15 +284,7 @@ def _only_leaves(chain: Chain) -> bool:
     return all(user in own or user.op == "output" for node in own for user in node.users)
 
 
-def _transfer(
-    chain: Chain,
-    cost: CostModel,
-    gap_behind: dict[fx.Node, int],
-    gap_before: dict[fx.Node, int],
-    num_steps: int,
-    position: dict[fx.Node, int],
-    pinned: dict[fx.Node, int],
-) -> Transfer:
+def _transfer(chain: Chain, gaps: _Gaps, cost: CostModel, pinned: dict[fx.Node, int]) -> Transfer:
     node = chain.collective
     mark = mark_of(node)
     assert mark is not None  # dissect finds marked collectives only
@@ -296,18 +293,18 @@ def _transfer(
         user
         for source in sources
         for user in source.users
-        if position[user] < position[node] and mutates(user, source)
+        if gaps.position[user] < gaps.position[node] and mutates(user, source)
     ]
-    ready = max((gap_behind.get(n, 0) for n in (*sources, *writers)), default=0)
+    ready = max((gaps.behind.get(n, 0) for n in (*sources, *writers)), default=0)
     users = {user for n in (chain.wait, *chain.after) for user in n.users}
-    need = min((gap_before[user] for user in users if user in gap_before), default=num_steps)
+    readers = [gaps.before[user] for user in users if user in gaps.before]
     dependents = [pinned[user] for user in users if user in pinned]
-    need = min([need, *dependents])
+    need = min([gaps.last, *readers, *dependents])
     if node in pinned:
         ready = max(ready, pinned[node])
     messages = messages_bytes(node)
     held = num_bytes(chain.wait) + sum(num_bytes(n) for n in chain.before) + messages
-    if mark.kind != "all_gather":  # the gradient and what is received, or the messages of both
+    if not is_gather(node):  # the gradient and what is received, or the messages of both
         arrives = wire_bytes(node) if cost.receives_apart else 0
         held = messages or payload_bytes(node) + arrives
     dtype = getattr(node.meta.get("val"), "dtype", "")

@@ -31,7 +31,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graph_passes.graph_utils import is_collective, is_wait
+from graph_passes.graph_utils import is_collective, is_gather, is_wait
 from graph_passes.markers import cuts_views, mark_of
 
 # The partitioner saves a value if a checkpointed part of a higher number reads it. Our chains have
@@ -54,15 +54,16 @@ def tag_reshard_after_forward(graph: fx.Graph, kept: Collection[str] = ()) -> li
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        mark = mark_of(node)
-        if is_collective(node):
-            if mark is None or mark.kind != "all_gather":
-                continue
+        if is_gather(node):
+            mark = mark_of(node)
+            assert mark is not None
             from_parameters.add(node)
             reshards = mark.reshards and mark.unit not in kept
             _tag(node, reshards)
             if reshards:
                 resharded.append(mark.unit)
+        elif is_collective(node):
+            continue
         elif is_wait(node) and node.args[0] in from_parameters:
             from_parameters.add(node)
             gather = node.all_input_nodes[0]

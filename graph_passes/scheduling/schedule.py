@@ -9,7 +9,7 @@ than the unscheduled graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, groupby
 
@@ -37,6 +37,7 @@ from graph_passes.scheduling.simulation import (
     Limits,
     Placement,
     Schedule,
+    by_gap,
     is_within,
     total_ms,
     unscheduled,
@@ -83,7 +84,7 @@ def pose(
     if live_bytes_of is None:
         return parts, problem
     live = dict(zip(graph.nodes, live_bytes_of(graph), strict=True))
-    return parts, problem.with_base_bytes(tuple(live[node] for node in parts.steps))
+    return parts, replace(problem, base_bytes=tuple(live[node] for node in parts.steps))
 
 
 def decide(problem: Problem, options: Options) -> tuple[Schedule, dict[int, int]]:
@@ -190,20 +191,14 @@ class _Emitter:
         self._done: set[fx.Node] = set()
 
     def run(self) -> None:
-        num_gaps = len(self._parts.steps) + 1
-        issues: list[list[Chain]] = [[] for _ in range(num_gaps)]
-        waits: list[list[Chain]] = [[] for _ in range(num_gaps)]
-        for placement in self._schedule:
-            chain = self._parts.chains[placement.transfer]
-            issues[placement.issue].append(chain)
-            waits[placement.wait].append(chain)
-        for gap in range(num_gaps):
-            for chain in issues[gap]:
-                self._issue(chain)
-            for chain in waits[gap]:
-                self._wait(chain)
-            if gap < len(self._parts.steps):
-                self._emit(self._parts.steps[gap])
+        steps, chains = self._parts.steps, self._parts.chains
+        for gap, (issues, waits) in enumerate(by_gap(self._schedule, len(steps))):
+            for placement in issues:
+                self._issue(chains[placement.transfer])
+            for placement in waits:
+                self._wait(chains[placement.transfer])
+            if gap < len(steps):
+                self._emit(steps[gap])
 
     def _issue(self, chain: Chain) -> None:
         for node in (*chain.before, chain.collective):

@@ -8,7 +8,7 @@ before its issue and decoded after its wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -65,31 +65,31 @@ class Timeline:
         return sum(timing.exposed_ms for timing in self.timings.values())
 
 
-def by_gap(gaps: Sequence[tuple[int, Placement]], num_gaps: int) -> list[list[Placement]]:
-    """Group placements by gap, in their order."""
-    listed: list[list[Placement]] = [[] for _ in range(num_gaps)]
-    for gap, placement in gaps:
-        listed[gap].append(placement)
-    return listed
+def by_gap(schedule: Schedule, num_steps: int) -> Iterator[tuple[list[Placement], list[Placement]]]:
+    """Yield for each gap the placements that are issued in it, and those that are waited for."""
+    issues: list[list[Placement]] = [[] for _ in range(num_steps + 1)]
+    waits: list[list[Placement]] = [[] for _ in range(num_steps + 1)]
+    for placement in schedule:
+        issues[placement.issue].append(placement)
+        waits[placement.wait].append(placement)
+    return zip(issues, waits, strict=True)
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     """Run a schedule on the clock."""
-    issues = by_gap([(p.issue, p) for p in schedule], problem.num_steps + 1)
-    waits = by_gap([(p.wait, p) for p in schedule], problem.num_steps + 1)
     now = 0.0
     free: dict[str, float] = {}
     spans: dict[int, tuple[float, float, float]] = {}
     timings: dict[int, Timing] = {}
     begins = []
-    for gap in range(problem.num_steps + 1):
-        for placement in issues[gap]:
+    for gap, (issues, waits) in enumerate(by_gap(schedule, problem.num_steps)):
+        for placement in issues:
             transfer = problem.transfers[placement.transfer]
             now += transfer.encode_ms
             begin = max(now, free.get(transfer.link, 0.0))
             free[transfer.link] = begin + transfer.ms
             spans[placement.transfer] = (now, begin, begin + transfer.ms)
-        for placement in waits[gap]:
+        for placement in waits:
             issued, begin, end = spans[placement.transfer]
             exposed = max(0.0, end - now)
             timings[placement.transfer] = Timing(issued, begin, end, now, exposed)

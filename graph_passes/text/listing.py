@@ -23,6 +23,7 @@ from graph_passes.graph_utils import (
     is_backward,
     is_collective,
     is_compute,
+    is_reduction,
     is_region,
     is_wait,
     op_name,
@@ -287,8 +288,7 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
         if is_collective(node) or is_wait(node):
             current = []
             boundaries.append((node, current))
-            mark = mark_of(node)
-            if mark is not None and mark.kind != "all_gather":
+            if is_reduction(node):
                 reduced.add(node)
         elif node.all_input_nodes and all(n in reduced for n in node.all_input_nodes):
             reduced.add(node)  # a cast or division of a reduced gradient is no unit's compute
