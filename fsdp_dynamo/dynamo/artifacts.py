@@ -30,6 +30,8 @@ PREFIX = "fsdp_dynamo."
 DECOMPILED = PREFIX + "dynamo.decompiled"
 STAGES = PREFIX + "stages"
 
+_trace_log = logging.getLogger("torch.__trace")
+
 unit_now: ContextVar[str] = ContextVar("unit_now", default="")
 """FQN of the unit whose body runs in hooks mode."""
 
@@ -106,21 +108,15 @@ class _Listener(logging.Handler):
         self._artifacts.append(Artifact(name, frame, unit_now.get(), payload))
 
 
-_listeners: list[_Listener] = []
-
-
 @contextmanager
 def record_artifacts() -> Iterator[list[Artifact]]:
     """Collect what is written to torch's trace log in the context, in order."""
     listener = _Listener([])
-    log = logging.getLogger("torch.__trace")
-    log.addHandler(listener)
-    _listeners.append(listener)
+    _trace_log.addHandler(listener)
     try:
         yield listener._artifacts
     finally:
-        _listeners.remove(listener)
-        log.removeHandler(listener)
+        _trace_log.removeHandler(listener)
 
 
 @dataclass(frozen=True)
@@ -175,7 +171,7 @@ _open: list[_CompilationRecording] = []
 
 def is_recording() -> bool:
     """Whether artifacts are being recorded, so that no code may come from a cache."""
-    return bool(_listeners)
+    return any(isinstance(handler, _Listener) for handler in _trace_log.handlers)
 
 
 __all__ = [

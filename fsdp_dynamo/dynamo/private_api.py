@@ -386,10 +386,10 @@ def forgotten_code() -> Iterator[None]:
     """Drop on exit the compiled code of all functions that Dynamo compiled in the context."""
     compiled: list[CodeType] = []
 
-    def note(code: CodeType, new_code: CodeType) -> None:
+    def record(code: CodeType, new_code: CodeType) -> None:
         compiled.append(code)
 
-    handle = torch._dynamo.convert_frame.register_bytecode_hook(note)
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(record)
     try:
         yield
     finally:

@@ -55,8 +55,8 @@ from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.planning import (
     live_bytes_node_by_node,
     live_bytes_of_generated,
-    note_compiled_alone,
     planner_for,
+    record_compiled_alone,
 )
 from fsdp_dynamo.graph_mode.program import loading
 from fsdp_dynamo.graph_mode.stretch_compiler import Partitioner, StretchCompiler
@@ -111,7 +111,7 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     if parsed.regions:
         report = outline_regions(gm)
         _log.info("%s", report.text())
-        note_compiled_alone(report.left)
+        record_compiled_alone(report.left)
     return parsed
 
 

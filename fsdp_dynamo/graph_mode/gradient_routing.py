@@ -17,14 +17,14 @@ from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.reduction import reduce_frozen
 from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
-from fsdp_dynamo.graph_mode import trace
+from fsdp_dynamo.graph_mode import graph_recording
 from fsdp_dynamo.graph_mode.operators import GraphOperators
 from fsdp_dynamo.graph_mode.traced_unit import SecondaryInputs
 from graph_passes.gradients.producers import Ranges
 from graph_passes.markers import NO_VALUE
 
 _OWNER = "_fsdp_dynamo_flat"
-_CARRIED = "_fsdp_dynamo_carried"
+_UNREDUCED = "_fsdp_dynamo_unreduced"
 
 _Absent = Mapping[tuple[str, int], Sequence[Ranges]]
 
@@ -41,16 +41,16 @@ def mark_shard(flat: FlatParameter) -> None:
     setattr(flat.sharded, _OWNER, ref(flat))
 
 
-def carrier_of(flat: FlatParameter) -> torch.Tensor:
+def unreduced_input_of(flat: FlatParameter) -> torch.Tensor:
     """Return an input for graphs that reduce nothing: its gradient is the unsharded gradient.
 
     It has the shape of the unsharded buffer and one element of memory.
     """
     one = torch.zeros((), dtype=flat.sum_dtype, device=flat.device)
-    carrier = one.expand(flat.layout.padded_numel)
-    carrier.requires_grad_(flat.sum_dtype.is_floating_point or flat.sum_dtype.is_complex)
-    setattr(carrier, _CARRIED, ref(flat))
-    return carrier
+    unreduced = one.expand(flat.layout.padded_numel)
+    unreduced.requires_grad_(flat.sum_dtype.is_floating_point or flat.sum_dtype.is_complex)
+    setattr(unreduced, _UNREDUCED, ref(flat))
+    return unreduced
 
 
 def _no_flat() -> None:
@@ -91,7 +91,7 @@ def _unused(flat: FlatParameter, absent: _Absent) -> set[int]:
     return set.intersection(*each) if each else set()
 
 
-def _carry(flat: FlatParameter) -> GradHandler:
+def _unreduced_handler(flat: FlatParameter) -> GradHandler:
     before = flat.module_parameters.frozen
 
     def handle(grad: torch.Tensor, absent: _Absent) -> None:
@@ -105,11 +105,11 @@ def _carry(flat: FlatParameter) -> GradHandler:
 
 
 class _RouteGradients(torch.autograd.Function):
-    """Autograd function that passes the gradients of shards and carriers to the units.
+    """Autograd function that passes the gradients of shards and unreduced inputs to the units.
 
     Forward: the inputs, unchanged. Backward: the reduced gradient of a shard is added to the
-    original parameters' ``.grad``; the unsharded gradient of a carrier joins the gradients that
-    wait for a reduction.
+    original parameters' ``.grad``; the unsharded gradient of an unreduced input joins the gradients
+    that wait for a reduction.
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ class _RouteGradients(torch.autograd.Function):
     @staticmethod
     @untraced(BY_AUTOGRAD)
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        trace.current().end_of_graph()
+        graph_recording.current().end_of_graph()
         with torch.no_grad():
             absent = ctx.operators.take_absent()
             ctx.operators.finish_copies()
@@ -149,7 +149,7 @@ def _run(
     except BaseException:  # the graph has dropped what it had in flight
         secondaries.abandon()
         raise
-    trace.current().end_of_graph()
+    graph_recording.current().end_of_graph()
     secondaries.end_forward()
     return outputs
 
@@ -162,7 +162,7 @@ def route_gradients(compiled: Callable[..., Any], operators: GraphOperators) -> 
         if flat is None:
             return run_forward(*inputs)
         around = events.begin_forward(flat.grad_sum.accumulation.model)
-        trace.current().begin_graph(flat.device)
+        graph_recording.current().begin_graph(flat.device)
         try:
             return run_forward(*inputs)
         finally:
@@ -191,7 +191,7 @@ def route_gradients(compiled: Callable[..., Any], operators: GraphOperators) -> 
 
 def _as_trained(value: Any) -> Any:
     """Return an input of a graph, detached if nothing of its unit is trained now."""
-    flat: FlatParameter | None = getattr(value, _OWNER, getattr(value, _CARRIED, _no_flat))()
+    flat: FlatParameter | None = getattr(value, _OWNER, getattr(value, _UNREDUCED, _no_flat))()
     return value if flat is None or flat.is_trainable else value.detach()
 
 
@@ -214,7 +214,7 @@ def _begin_backward(
 ) -> None:
     events.enter_backward(step)
     if flats:
-        trace.current().begin_graph(flats[0].device)
+        graph_recording.current().begin_graph(flats[0].device)
     for flat in flats:
         waiting = flat.grad_sum
         if flat.is_trainable:
@@ -241,11 +241,11 @@ def _refuse_comm_hook(flat: FlatParameter) -> None:
 
 
 def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
-    """Return the handlers of shards and carriers that get a gradient, by position of the input."""
+    """Return the handlers of the inputs that get a gradient, by position."""
     handlers: dict[int, GradHandler] = {}
     for position, value in enumerate(inputs):
         flat: FlatParameter | None = getattr(value, _OWNER, _no_flat)()
-        carried: FlatParameter | None = getattr(value, _CARRIED, _no_flat)()
+        unreduced: FlatParameter | None = getattr(value, _UNREDUCED, _no_flat)()
         if flat is not None:
             had_gradient = value.requires_grad
             reduce_frozen([flat])
@@ -255,8 +255,8 @@ def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
             _refuse_comm_hook(flat)
         if flat is not None and value.requires_grad and flat.is_trainable:
             handlers[position] = _grad_handler(flat)
-        elif carried is not None and value.requires_grad and carried.is_trainable:
-            handlers[position] = _carry(carried)
+        elif unreduced is not None and value.requires_grad and unreduced.is_trainable:
+            handlers[position] = _unreduced_handler(unreduced)
     return handlers
 
 

@@ -55,7 +55,7 @@ def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str]) -> None:
     The call stands where the last collective of the launch stood: all that is sent exists there,
     and no wait comes before.
     """
-    carried = fingerprint(graph)
+    graph_fingerprint = fingerprint(graph)
     for members in _launches(node for node in labels if is_collective(node)):
         waits = [wait_of(node) for node in members]
         target = _ISSUES[op_name(members[0])]
@@ -65,7 +65,7 @@ def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str]) -> None:
         arguments[0] = [node.args[0] for node in members]
         if plan_of(members[0]):
             arguments[-1] = [list(plan_of(node)) for node in members]
-        arguments += [labels[node] for node in members], carried
+        arguments += [labels[node] for node in members], graph_fingerprint
         with graph.inserting_before(members[-1]):
             call = graph.call_function(target, tuple(arguments))
         call.meta.update(members[0].meta)
@@ -73,7 +73,7 @@ def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str]) -> None:
         for position, (node, wait) in enumerate(zip(members, waits, strict=True)):
             wait.target, wait.args = GraphOperators.wait, (call, position, labels[wait])
             graph.erase_node(node)
-        carried = ""
+        graph_fingerprint = ""
 
 
 def _take_copies(graph: fx.Graph, gathers: list[fx.Node]) -> bool:

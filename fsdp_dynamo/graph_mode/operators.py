@@ -17,7 +17,7 @@ from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.gather_plan import decode
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.streams import SideStreams, side_streams
-from fsdp_dynamo.graph_mode import trace
+from fsdp_dynamo.graph_mode import graph_recording
 from fsdp_dynamo.graph_mode.offloading import HostCopies, to_device
 from fsdp_dynamo.health.graph_agreement import require_agreement
 from graph_passes.gradients.producers import Ranges
@@ -187,7 +187,7 @@ class GraphOperators(HostCopies):
         On a device, collectives that also copy (packed parameters) run on a side stream, so that
         neither the copies nor the collective hold up the computing stream.
         """
-        record = trace.current()
+        record = graph_recording.current()
         labels = [_label_of(text) for text in texts]
         for label in labels:
             if label.kind != "all_gather":
@@ -228,7 +228,7 @@ class GraphOperators(HostCopies):
         """
         issued, launched[position] = launched[position], None
         assert issued is not None  # a collective has one wait
-        record, label = trace.current(), _label_of(text)
+        record, label = graph_recording.current(), _label_of(text)
         record.wait(label)
         self._in_flight.remove(issued)
         issued.in_flight.wait()

@@ -87,13 +87,13 @@ def is_recording() -> bool:
     return bool(_logs)
 
 
-def note_kept(units: Sequence[str]) -> None:
+def record_kept(units: Sequence[str]) -> None:
     """Record units that stay unsharded."""
     for log in _logs:
         log.kept.extend(unit for unit in units if unit not in log.kept)
 
 
-def note_compiled_alone(reasons: Iterable[tuple[str, str]]) -> None:
+def record_compiled_alone(reasons: Iterable[tuple[str, str]]) -> None:
     """Record units that share no region, with reasons."""
     found = dict(reasons)
     for log in _logs:
@@ -184,20 +184,24 @@ def _cost_model(
 
 
 def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[_Rates]:
-    """Return the rates of each group, the same on all ranks of all groups.
-
-    Each replica measures by itself. The first rank of the first replica then sends its rates across
-    replicas, and each of these ranks to its own replica.
-    """
+    """Return the rates of each group, which each replica measures, the same on all ranks."""
     known = _measured.setdefault(groups[0], {})
     key = _ranks_of(groups)
     if key not in known:
         rates = [calibration.measured(group, device) for group in groups]
-        text = json.dumps(rates)
-        for group in reversed(groups if len(groups) > 1 else ()):
-            text = share_from_first(group, "measured rates", partial(str, text))
-        known[key] = json.loads(text)
+        known[key] = _shared(groups, "measured rates", rates)
     return known[key]
+
+
+def _shared(groups: Sequence[dist.ProcessGroup], what: str, rates: Any) -> Any:
+    """Return the rates of the first rank of the first replica.
+
+    It sends its rates across replicas, and each receiver sends them to its own replica.
+    """
+    text = json.dumps(rates)
+    for group in reversed(groups if len(groups) > 1 else ()):
+        text = share_from_first(group, what, partial(str, text))
+    return json.loads(text)
 
 
 _FORMATS = "formats"
@@ -213,10 +217,8 @@ def _measured_formats_for(
     known = rates[0].setdefault(_FORMATS, {})
     key = " ".join(wanted)
     if wanted and key not in known:
-        text = json.dumps(calibration.measured_formats(groups[0], device, wanted))
-        for group in reversed(groups if len(groups) > 1 else ()):
-            text = share_from_first(group, "measured rates of formats", partial(str, text))
-        known[key] = json.loads(text)
+        measured = calibration.measured_formats(groups[0], device, wanted)
+        known[key] = _shared(groups, "measured rates of formats", measured)
     found: _Rates = known.get(key, {})
     return found
 

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.graph_mode.compile_cache import source_key
 from fsdp_dynamo.graph_mode.lowering import lower_boundaries, lower_writes
-from fsdp_dynamo.graph_mode.planning import note_kept
+from fsdp_dynamo.graph_mode.planning import record_kept
 from fsdp_dynamo.graph_mode.program import Program, is_boundary, no_output_strides, source_of
 from graph_passes.graph_utils import is_backward
 from graph_passes.pipeline import Pipeline
@@ -144,7 +144,7 @@ class Partitioner(CustomPartitionerFn):
         if joint_inputs:  # none for the body of a region, which is partitioned by itself
             artifacts.emit_graph(gm.graph, "traced", "joint")
         kept = self._kept(gm, joint_inputs, **kwargs)
-        note_kept(kept)
+        record_kept(kept)
         return _partition(gm, joint_inputs, kept, **kwargs)
 
     def _kept(

@@ -173,17 +173,17 @@ class _Unshard(torch.autograd.Function):
         shard: torch.Tensor,
         secondary: torch.Tensor | None,
         total: torch.Tensor | None,
-        carrier: torch.Tensor | None,
+        unreduced: torch.Tensor | None,
         flat: FlatConstants,
     ) -> torch.Tensor:
-        ctx.flat, ctx.carries = flat, carrier is not None
+        ctx.flat, ctx.is_unreduced = flat, unreduced is not None
         ctx.save_for_backward(*(() if total is None else (total,)))
         return _gather(shard, secondary, flat)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         with _as_in_the_forward(ctx.flat.unit):
-            if ctx.carries:
+            if ctx.is_unreduced:
                 return None, None, None, _cast(grad, ctx.flat.sum_dtype), None
             for total in ctx.saved_tensors:
                 grad = _cast(grad, ctx.flat.sum_dtype) + total
@@ -213,7 +213,7 @@ def unshard(
     shard: torch.Tensor,
     secondary: torch.Tensor | None,
     total: torch.Tensor | None,
-    carrier: torch.Tensor | None,
+    unreduced: torch.Tensor | None,
     constants: str,
 ) -> torch.Tensor:
     """Return the unsharded buffer ``(padded_numel,)``; its gradient is reduced to the shard's.
@@ -223,13 +223,13 @@ def unshard(
         secondary: secondary shard ``(padded_numel / ranks in a node,)``, gathered in place of
             ``shard``.
         total: unsharded gradients of earlier steps, which are reduced with this step's.
-        carrier: input that takes the unsharded gradient in a step that reduces nothing.
+        unreduced: input that takes the unsharded gradient in a step that reduces nothing.
         constants: encoded ``FlatConstants``.
     """
     flat: FlatConstants = _decode(FlatConstants, constants)
     if not flat.requires_grad:
         return _gather(shard, secondary, flat)
-    unsharded: torch.Tensor = _Unshard.apply(shard, secondary, total, carrier, flat)  # type: ignore[no-untyped-call]
+    unsharded: torch.Tensor = _Unshard.apply(shard, secondary, total, unreduced, flat)  # type: ignore[no-untyped-call]
     return unsharded
 
 
@@ -260,7 +260,7 @@ _library = torch.library.Library("fsdp_dynamo", "FRAGMENT")
 for _function, _schema in (
     (
         unshard,
-        "(Tensor shard, Tensor? secondary, Tensor? total, Tensor? carrier, str constants)"
+        "(Tensor shard, Tensor? secondary, Tensor? total, Tensor? unreduced, str constants)"
         " -> Tensor",
     ),
     (parameters, "(Tensor unsharded, str constants) -> Tensor[]"),
@@ -322,14 +322,14 @@ def collectives_of(gm: fx.GraphModule) -> Collectives:
     reductions: dict[str, None] = {}
     marks: list[tuple[str, str]] = []
     for node in unshard_nodes(gm):
-        *_, carrier, constants = node.args
+        *_, unreduced, constants = node.args
         flat: FlatConstants = _decode(FlatConstants, str(constants))
         unsharded = node.meta["example_value"]
         kind = f"{unsharded.dtype} {unsharded.numel()}"
         if flat.is_sharded:
             gathers[flat.group_name] = None
             marks.append((flat.gather_mark, kind))
-        if carrier is None and unsharded.requires_grad:
+        if unreduced is None and unsharded.requires_grad:
             reductions |= dict.fromkeys(flat.reductions)
             marks += [(mark, kind) for mark in flat.reduce_marks]
     wires = {Mark.decode(mark).wire for mark, _ in marks}

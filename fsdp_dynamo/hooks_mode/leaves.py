@@ -43,6 +43,7 @@ from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.hooks_mode.segments import refuse_cuda_graphs, split_at_leaves
 from fsdp_dynamo.hooks_mode.side_effects import (
+    TABLES,
     ObjectStates,
     are_as_given,
     has_hooks,
@@ -299,10 +300,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor], is_running: bool = False) 
         tensors.append(value)
         return ("tensor", len(tensors) - 1)
     if type(value) in (tuple, list):
-        return (
-            type(value).__name__,
-            each(value),
-        )
+        return (type(value).__name__, each(value))
     if type(value) is dict:
         return ("dict", tuple(value), each(value.values()))
     if value is None or isinstance(value, (bool, str)):
@@ -310,11 +308,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor], is_running: bool = False) 
     if (opened := open_container(value)) is not None:
         name = f"{type(value)} {opened[1].args}"
         _rebuild[name] = opened[1]
-        return (
-            "container",
-            name,
-            each(opened[0]),
-        )
+        return ("container", name, each(opened[0]))
     if is_running:
         return ("unknown", object())
     return cannot_capture(  # numbers too: Dynamo would not guard those that change between steps
@@ -392,7 +386,7 @@ def fake_forward(
         finally:
             unit.use_sharded_views()
             for module, tables in zip(modules, kept, strict=True):
-                for table, before in zip(_TABLES, tables, strict=True):
+                for table, before in zip(TABLES, tables, strict=True):
                     module.__dict__[table].clear()
                     module.__dict__[table].update(before)
     if changed is not None:
@@ -405,11 +399,8 @@ def _refuse_leaf(problem: str) -> None:
     cannot_capture(f"a unit whose forward {problem}", "return what is to be read outside")
 
 
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
 def _tables_of(module: torch.nn.Module) -> list[dict[str, Any]]:
-    return [dict(module.__dict__[table]) for table in _TABLES]
+    return [dict(module.__dict__[table]) for table in TABLES]
 
 
 def _are_alike(tables: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:

@@ -328,7 +328,7 @@ def _inputs(part: fx.GraphModule) -> list[Any]:
 
 
 def _return_tuple(part: fx.GraphModule) -> bool:
-    output = next(n for n in part.graph.nodes if n.op == "output")
+    output = part.graph.output_node()
     if isinstance(output.args[0], fx.Node):
         output.args = ((output.args[0],),)
         part.recompile()

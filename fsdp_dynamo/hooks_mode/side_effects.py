@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_dynamo.eager.views_while_traced import contents_of, function_of, is_the_users, names_in
 
 _CONTAINERS: tuple[Any, ...] = (list, OrderedDict, dict, set, deque)
-_TABLES = ("_parameters", "_buffers", "_modules")
+TABLES = ("_parameters", "_buffers", "_modules")
 _NO_STATE = (
     *(type, types.FunctionType, types.MethodType, types.ModuleType, logging.Logger),
     *(torch.Tensor, nn.Module),
@@ -52,8 +52,8 @@ class ObjectStates:
         self.opaque: str | None = None
         self._states: list[tuple[str, Any, Any]] = []
         for module in modules:
-            self._note_attributes(type(module).__name__, module, 0)
-            self._note_class(type(module), frozenset({"forward"}))
+            self._record_attributes(type(module).__name__, module, 0)
+            self._record_class(type(module), frozenset({"forward"}))
 
     def put_back(self) -> str | None:
         """Undo all changes; return the name of an object that had changed, if any."""
@@ -70,42 +70,42 @@ class ObjectStates:
                 _fill(there, before)
         return changed
 
-    def _note(self, name: str, value: Any, depth: int) -> None:
+    def _record(self, name: str, value: Any, depth: int) -> None:
         if (function := function_of(value)) is not None:
-            self._note_function(function, None)
+            self._record_function(function, None)
         if depth > _DEPTH or isinstance(value, _NO_STATE) or id(value) in self._seen:
             return
         if isinstance(value, _CONTAINERS):
             self._seen.add(id(value))
             self._states.append((name, value, held := _shallow(value)))
             for item in held.values() if isinstance(held, dict) else held:
-                self._note(name, item, depth + 1)
+                self._record(name, item, depth + 1)
         elif isinstance(value, tuple):
             for item in value:
-                self._note(name, item, depth + 1)
+                self._record(name, item, depth + 1)
         elif isinstance(value, _OPAQUE) or type(value).__module__.startswith("numpy.random"):
             self.opaque = name
         elif _is_of_the_user(value):
-            self._note_attributes(name, value, depth + 1)
-            self._note_class(type(value), frozenset(vars(type(value))))
+            self._record_attributes(name, value, depth + 1)
+            self._record_class(type(value), frozenset(vars(type(value))))
 
-    def _note_attributes(self, name: str, owner: Any, depth: int) -> None:
+    def _record_attributes(self, name: str, owner: Any, depth: int) -> None:
         self._seen.add(id(owner))
-        self._note_names(name, _Attributes(owner, None), depth)
+        self._record_names(name, _Attributes(owner, None), depth)
 
-    def _note_names(self, name: str, attributes: _Attributes, depth: int) -> None:
+    def _record_names(self, name: str, attributes: _Attributes, depth: int) -> None:
         own = attributes.own()
         self._states.append((name, attributes, own))
         for key, value in own.items():
-            self._note(f"{name}.{key}", value, depth)
+            self._record(f"{name}.{key}", value, depth)
 
-    def _note_class(self, kind: type, names: frozenset[str]) -> None:
+    def _record_class(self, kind: type, names: frozenset[str]) -> None:
         """Record these names of a class and its bases, and what their methods name."""
         for base in kind.__mro__:
             if is_the_users(base):
-                self._note_space(base.__name__, base, names, names, kind)
+                self._record_space(base.__name__, base, names, names, kind)
 
-    def _note_space(
+    def _record_space(
         self, label: str, owner: Any, names: frozenset[str], inner: frozenset[str], kind: Any
     ) -> None:
         """Record values of a namespace, and what functions in it name.
@@ -121,28 +121,28 @@ class ObjectStates:
         if key in self._spaces:
             return
         self._spaces.add(key)
-        self._note_names(label, space, 0)
+        self._record_names(label, space, 0)
         for value in space.own().values():
             function = function_of(value)
             if isinstance(value, types.ModuleType):
                 if is_the_users(value):
-                    self._note_space(value.__name__, value, inner, inner, None)
+                    self._record_space(value.__name__, value, inner, inner, None)
             elif function is not None:
-                self._note_function(function, kind)
+                self._record_function(function, kind)
             elif isinstance(value, type):
-                self._note_class(value, inner)
+                self._record_class(value, inner)
 
-    def _note_function(self, function: types.FunctionType, kind: type | None) -> None:
+    def _record_function(self, function: types.FunctionType, kind: type | None) -> None:
         if (function, kind) in self._functions or not is_the_users(function):
             return
         self._functions.add((function, kind))
         label, names = function.__module__, frozenset(names_in(function.__code__))
-        self._note_attributes(function.__qualname__, function, 0)
-        self._note_space(label, function.__globals__, names, names, None)
+        self._record_attributes(function.__qualname__, function, 0)
+        self._record_space(label, function.__globals__, names, names, None)
         for cell in function.__closure__ or ():
-            self._note_space(label, cell, frozenset({"cell_contents"}), names, None)
+            self._record_space(label, cell, frozenset({"cell_contents"}), names, None)
         if kind is not None:
-            self._note_class(kind, names)
+            self._record_class(kind, names)
 
 
 def _is_of_the_user(value: Any) -> bool:
@@ -170,7 +170,7 @@ class _Attributes:
         return {
             key: value
             for key, value in values.items()
-            if key not in _TABLES and not key.startswith(("_fsdp_", "_flat_weight"))
+            if key not in TABLES and not key.startswith(("_fsdp_", "_flat_weight"))
         }
 
     def put_back(self, before: dict[str, Any]) -> None:
