@@ -98,7 +98,7 @@ class Transfer:
 
     @property
     def launch_key(self) -> tuple[str, ...]:
-        """What transfers of one launch have in common."""
+        """Key that is equal for transfers which may share a launch."""
         return self.mark.kind, self.group, self.dtype, self.wire
 
     @property
