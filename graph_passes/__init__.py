@@ -1,6 +1,6 @@
 """FX passes that order collectives around compute. They know graphs and marks, not the wrapper.
 
-A training step on its way from Dynamo to code, and what changes it at each stage::
+Stages of a training step between Dynamo and code::
 
     Dynamo's graph       regions/     outline_regions: equal unit bodies become calls of one graph
         |
@@ -14,7 +14,7 @@ A training step on its way from Dynamo to code, and what changes it at each stag
         |                views/       sink_views: a view stands where it is used
         |                scheduling/  planner: places all collectives, from a cost model or a plan
         |
-    lowering, code       text/        labels, fingerprints and listings of what has come out
+    lowering, code       text/        labels, fingerprints and listings of the result
 
 Folders import downward only (import-linter's contracts in ``pyproject.toml``)::
 

@@ -1,7 +1,7 @@
-"""Milliseconds of nodes: a roofline for compute, latency and bandwidth for collectives.
+"""Cost model: a roofline for compute, latency and bandwidth for collectives, in milliseconds.
 
-One model serves the schedule, the choice of what stays unsharded, and the reports. Its numbers are
-inputs that all ranks agree on; nothing here measures anything.
+It serves the schedule, the choice of units that stay unsharded, and the reports. All ranks agree on
+its rates; nothing here measures.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from graph_passes.graph_utils import (
     group_of,
     hint,
     is_compute,
+    is_gather,
     num_bytes,
     payload_bytes,
     payload_numel,
     values_of,
     world_size_of,
 )
-from graph_passes.markers import mark_of, wire_of
+from graph_passes.markers import wire_of
 from graph_passes.wire_format import (
     Coding,
     WireFormat,
@@ -38,15 +40,15 @@ from graph_passes.wire_format import (
 
 @dataclass(frozen=True)
 class Link:
-    """One rank's share of the link that a process group talks over.
+    """One rank's share of the link of a process group.
 
     Attributes:
-        latency_ms: what a collective needs besides its bytes, 0 or more.
-        bytes_per_ms: that a rank sends in a millisecond of an all-gather while it receives, more
-            than 0.
-        name: groups whose links have one name share it; "": the group has a link of its own.
+        latency_ms: time of a collective besides its bytes, 0 or more.
+        bytes_per_ms: bytes that a rank sends per millisecond of an all-gather while it receives,
+            more than 0.
+        name: groups with equal names share a link; ``""``: the group has a link of its own.
         node_ranks: ranks of the group on each node, where collectives are rings over several nodes;
-            else 1. Of an all-to-all, as many times more bytes go between nodes as of a ring.
+            else 1. An all-to-all sends this many times more bytes between nodes than a ring.
 
     Raises:
         ValueError: a number outside those bounds.
@@ -74,9 +76,9 @@ class Device:
         flops_per_ms: floating-point operations of matrix products, more than 0.
         bytes_per_ms: bytes read and written from memory, more than 0.
         flops_by_dtype: ``flops_per_ms`` in other dtypes, by name, such as ``"bfloat16"``.
-        encode_bytes_per_ms: ``bytes_per_ms`` while elements are put into a format, by the format's
-            text (``WireFormat.encode``) or its name alone.
-        decode_bytes_per_ms: the same while they are read from it.
+        encode_bytes_per_ms: ``bytes_per_ms`` of encoding, by wire format (``WireFormat.encode``, or
+            its name alone).
+        decode_bytes_per_ms: ``bytes_per_ms`` of decoding, by wire format.
 
     Raises:
         ValueError: a number outside those bounds.
@@ -97,12 +99,12 @@ class Device:
                 raise ValueError(f"{name}: expected more than 0, got {value!r}")
 
     def flops_per_ms_in(self, dtype: torch.dtype | None) -> float:
-        """``flops_per_ms`` of products in a dtype."""
+        """Return ``flops_per_ms`` of products in a dtype."""
         name = str(dtype).removeprefix("torch.")
         return self.flops_by_dtype.get(name, self.flops_per_ms)
 
     def coding_ms(self, wire: WireFormat, coding: Coding) -> tuple[float, float]:
-        """Milliseconds of encoding and of decoding in a format."""
+        """Return the milliseconds of encoding and of decoding in a format."""
         tables = (self.encode_bytes_per_ms, self.decode_bytes_per_ms)
         rates = [
             table.get(wire.encode(), table.get(wire.name, self.bytes_per_ms)) for table in tables
@@ -115,11 +117,11 @@ class CostModel:
     """Milliseconds of the nodes of a graph.
 
     Attributes:
-        device: what computes.
-        link: what collectives run over.
-        links: by name of the process group, where one differs from ``link``.
-        receives_apart: whether what arrives for a reduction has a buffer besides its input and
-            output, as with gloo.
+        device: device that computes.
+        link: link that collectives use.
+        links: links by process group name, where they differ from ``link``.
+        receives_apart: whether a reduction receives into a buffer besides its input and output, as
+            with gloo.
     """
 
     device: Device = field(default_factory=Device)
@@ -128,11 +130,11 @@ class CostModel:
     receives_apart: bool = True
 
     def link_of(self, collective: fx.Node) -> Link:
-        """The link that a collective runs over."""
+        """Return the link of a collective."""
         return self.links.get(group_of(collective), self.link)
 
     def compute_ms(self, node: fx.Node) -> float:
-        """Milliseconds of a node that computes: the slower of arithmetic and memory traffic."""
+        """Return the time of a node that computes: the slower of arithmetic and memory traffic."""
         if not is_compute(node):
             return 0.0
         traffic = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
@@ -140,15 +142,15 @@ class CostModel:
         return max(num_flops(node) / flops_per_ms, traffic / self.device.bytes_per_ms)
 
     def collective_ms(self, node: fx.Node) -> float:
-        """Milliseconds of a collective that has its link to itself."""
+        """Return the time of a collective that has its link to itself."""
         link = self.link_of(node)
         ring_bytes = wire_bytes(node) * _ring_share(node, link.node_ranks)
         return link.latency_ms + ring_bytes / link.bytes_per_ms
 
     def coding_ms(self, node: fx.Node) -> tuple[float, float]:
-        """Milliseconds in which a rank encodes at the issue, and decodes at the wait.
+        """Return the time of encoding at the issue and of decoding at the wait.
 
-        In a compiled graph both are done by what computes, on a device too.
+        In a compiled graph both delay the compute, on an accelerator too.
         """
         wire, size = wire_of(node), world_size_of(node)
         if wire is None:
@@ -156,21 +158,18 @@ class CostModel:
         if size is None:
             payload, message = payload_bytes(node), _message_bytes(node, 1)
             return self.device.coding_ms(wire, coding_of_all_reduce(payload, message))
-        mark = mark_of(node)
-        is_gather = mark is not None and mark.kind == "all_gather"
-        coding = coding_of_gather if is_gather else coding_of_reduction
+        coding = coding_of_gather if is_gather(node) else coding_of_reduction
         return self.device.coding_ms(
             wire, coding(payload_bytes(node), _message_bytes(node, size), size)
         )
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
-    """Dtype of a node's result, or of the first of several tensors."""
     return next((one.dtype for one in values_of(node) if hasattr(one, "dtype")), None)
 
 
 def wire_bytes(node: fx.Node) -> int:
-    """Bytes that one rank sends: ``(N-1)/N`` of the unsharded side, twice for an all-reduce."""
+    """Return the bytes that a rank sends: ``(N-1)/N`` of the unsharded side; all-reduces twice."""
     size = world_size_of(node)
     message = _message_bytes(node, size or 1)
     if not message:
@@ -179,20 +178,19 @@ def wire_bytes(node: fx.Node) -> int:
 
 
 def _ring_share(node: fx.Node, node_ranks: int) -> float:
-    """Bytes of a ring that takes as long, for each byte that a rank sends.
+    """Return the bytes of a ring that take as long as one byte that a rank sends.
 
     Reductions in a format are all-to-alls: on M nodes of L ranks, (M - 1) * L of a rank's messages
-    go to other nodes, where a ring passes M - 1 on.
+    go to other nodes; a ring passes on M - 1.
     """
-    mark = mark_of(node)
-    if wire_of(node) is None or (mark is not None and mark.kind == "all_gather"):
+    if wire_of(node) is None or is_gather(node):
         return 1.0
     is_all_reduce = world_size_of(node) is None  # an all-to-all, and a gather of the sums
     return (node_ranks + 1) / 2 if is_all_reduce else float(node_ranks)
 
 
 def tensor_bytes(node: fx.Node) -> int:
-    """Bytes of a collective's tensor without a format."""
+    """Return the bytes that one rank would send without a format."""
     size = world_size_of(node)
     if size is None:
         return 2 * payload_bytes(node)
@@ -200,23 +198,21 @@ def tensor_bytes(node: fx.Node) -> int:
 
 
 def messages_bytes(node: fx.Node) -> int:
-    """Bytes of what a collective sends and receives beside its tensors: none without a format."""
+    """Return the bytes of all messages that a collective holds; 0 without a format."""
     size = world_size_of(node)
-    if size is None:  # to those that sum parts, and from them to all
+    if size is None:  # to the ranks that sum, and back
         return 2 * _message_bytes(node, 1)
-    mark = mark_of(node)
-    is_gather = mark is not None and mark.kind == "all_gather"
-    return _message_bytes(node, size) * (size + 1 if is_gather else 2 * size - 1)
+    return _message_bytes(node, size) * (size + 1 if is_gather(node) else 2 * size - 1)
 
 
 def _message_bytes(node: fx.Node, size: int) -> int:
-    """Bytes of one rank's part in the collective's format; 0 where it has none."""
+    """Return the bytes of one rank's message; 0 without a format."""
     wire = wire_of(node)
     return 0 if wire is None else wire.num_bytes(payload_numel(node) // max(size, 1))
 
 
 def num_flops(node: fx.Node) -> int:
-    """Floating-point operations of a node; 0 without metadata."""
+    """Return the floating-point operations of a node; 0 without metadata."""
     try:
         if _formula_of(node.target, node.kwargs) is None:
             return 0
@@ -228,9 +224,9 @@ def num_flops(node: fx.Node) -> int:
 
 
 def _masked_share(node: fx.Node) -> float:
-    """The part of attention that a mask leaves out, 0 to 1, as the model's code says.
+    """Return the part of attention that a mask leaves out, 0 to 1, as the model's code states it.
 
-    The mask itself is not read: ranks may mask other elements, and must have equal plans.
+    The mask itself is not read: it may differ between ranks, and their plans must be equal.
     """
     if node.target not in (_OPS.flex_attention, _OPS.flex_attention_backward):
         return 0.0
@@ -241,11 +237,10 @@ def _masked_share(node: fx.Node) -> float:
 def operator_flops(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
 ) -> int:
-    """Floating-point operations of a matrix product, convolution or attention; 0 for others.
+    """Return the floating-point operations of a matrix product, convolution or attention, else 0.
 
-    Source: the formulas of ``torch.utils.flop_counter``, which lack attention on CPUs: two
-    products forward, five backward. Users add formulas of their operators and Triton kernels with
-    ``register_flop_formula``.
+    Source: ``torch.utils.flop_counter``, which lacks attention on CPUs (two products forward, five
+    backward). Users add formulas with ``register_flop_formula``.
 
     Args:
         operator: the operator that is called.
@@ -282,42 +277,33 @@ def _attention_on_cpus_backward(grad: Any, *args: Any, **kwargs: Any) -> Any:
     return hint(_attention_on_cpus(*args)) * 5 // 2
 
 
-def _flex_attention(*args: Any, **kwargs: Any) -> int:
-    return _flex_attention_flops(*args[:3], products_of_keys=1, products_of_values=1)
-
-
-def _flex_attention_backward(*args: Any, **kwargs: Any) -> int:
-    return _flex_attention_flops(*args[:3], products_of_keys=3, products_of_values=2)
-
-
-_FORMULAS: dict[Any, _Formula] = {
-    getattr(torch.ops.aten, _ON_CPUS): _attention_on_cpus,
-    getattr(torch.ops.aten, f"{_ON_CPUS}_backward"): _attention_on_cpus_backward,
-    _OPS.flex_attention: _flex_attention,
-    _OPS.flex_attention_backward: _flex_attention_backward,
-}
-
-
 def _flex_attention_flops(
-    query: Any, key: Any, value: Any, *, products_of_keys: int, products_of_values: int
+    query: Any, key: Any, value: Any, *_: Any, products: tuple[int, int], **__: Any
 ) -> int:
-    """Products of FlexAttention without a mask.
+    """Return the operations of FlexAttention without a mask.
 
     Args:
         query: ``(B, H, M, E)``.
         key: ``(B or 1, H or fewer, N, E)``.
         value: ``(B or 1, H or fewer, N, V)``.
-        products_of_keys: products over or of ``E``.
-        products_of_values: products over or of ``V``.
+        products: number of products over or of ``E``, and over or of ``V``.
     """
     scores = hint(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
-    widths = products_of_keys * hint(query.shape[3]) + products_of_values * hint(value.shape[3])
+    widths = products[0] * hint(query.shape[3]) + products[1] * hint(value.shape[3])
     return 2 * scores * widths
 
 
+_FORMULAS: dict[Any, _Formula] = {
+    getattr(torch.ops.aten, _ON_CPUS): _attention_on_cpus,
+    getattr(torch.ops.aten, f"{_ON_CPUS}_backward"): _attention_on_cpus_backward,
+    _OPS.flex_attention: partial(_flex_attention_flops, products=(1, 1)),
+    _OPS.flex_attention_backward: partial(_flex_attention_flops, products=(3, 2)),
+}
+
+
 def _counted_kernel(number: int) -> Any:
-    """The kernel of a Triton call in a graph, without its autotuning and heuristics."""
-    # Private: a graph holds no more of a kernel than its number in a table.
+    """Return the kernel of a Triton call, without its autotuning and heuristics."""
+    # Private: a graph holds only the kernel's number in a table.
     from torch._higher_order_ops.triton_kernel_wrap import get_kernel
 
     kernel: Any = get_kernel(number)

@@ -17,11 +17,11 @@ PassFunction = Callable[[fx.Graph], None]
 
 
 class GraphPass(ABC):
-    """A change of an FX graph in place.
+    """Change of an FX graph in place.
 
     Attributes:
-        name: in messages, in the names of stages and in ``options={"disabled_passes": [...]}``;
-            by default that of the class.
+        name: name in messages, stages and ``options={"disabled_passes": [...]}``; by default the
+            class's name.
         is_bitwise: whether all numbers that the graph computes stay bitwise the same.
         required: why the pass cannot be left out; ``""``: it can.
     """
@@ -41,29 +41,29 @@ class GraphPass(ABC):
 
     @property
     def definition(self) -> Any:
-        """The class or function that holds the source, the docstring and the qualified name."""
+        """Return the class or function that has source, docstring and qualified name."""
         return type(self)
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring; ``""`` without one."""
+        """Return the first line of the docstring; ``""`` without one."""
         named = self.definition
         text = inspect.cleandoc(named.__doc__ or "")
         is_made = text.startswith(f"{named.__name__}(")  # a dataclass gets its signature
         return "" if is_made else text.partition("\n")[0]
 
     def cache_key(self) -> str:
-        """Settings of the pass as text, the same on all ranks; ``""`` without any."""
+        """Return the settings of the pass as text, the same on all ranks; ``""`` without any."""
         return ""
 
     def identity(self) -> str:
-        """Module, qualified name and ``cache_key()``: what ranks compare."""
+        """Return module, qualified name and ``cache_key()``, which ranks compare."""
         key = self.cache_key()
         name = f"{self.definition.__module__}.{self.definition.__qualname__}"
         return f"{name} {key}" if key else name
 
     def uuid(self) -> str:
-        """Part of the compile cache's key: changes when the pass is edited or set differently."""
+        """Return a part of the compile cache's key; it changes with source and settings."""
         try:
             source = inspect.getsource(inspect.getmodule(self.definition) or type(self.definition))
         except (OSError, TypeError):  # a notebook's: an edit cannot be seen
@@ -72,7 +72,7 @@ class GraphPass(ABC):
 
 
 class FunctionPass(GraphPass):
-    """A function, or another callable, as a pass.
+    """Function, or another callable, as a pass.
 
     Args:
         function: changes a graph in place.
@@ -109,7 +109,7 @@ def graph_pass(
 
 
 def as_pass(given: GraphPass | PassFunction) -> GraphPass:
-    """A pass as it is, any other callable as a ``FunctionPass``."""
+    """Return a pass as it is, any other callable as a ``FunctionPass``."""
     return given if isinstance(given, GraphPass) else FunctionPass(given)
 
 

@@ -1,4 +1,4 @@
-"""Predicates and look-ups on FX graphs of collectives."""
+"""Predicates and look-ups on FX graphs of collectives, and equality of their nodes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graph_passes.markers import COLLECTIVE
+from graph_passes.markers import COLLECTIVE, mark_of
 
 _C10D = "_c10d_functional::"
 _WAIT = "_c10d_functional::wait_tensor"
 COLLECTIVES = (_C10D, "fsdp_dynamo_collectives::")
-"""Namespaces of collectives: torch's, and those that take a gather plan as their last argument."""
+"""Namespaces of collectives: torch's, and those with a gather plan as their last argument."""
 
 
 def op_name(node: fx.Node) -> str:
-    """Qualified name of the ATen or c10d operator that a node calls; ``""`` for others."""
+    """Return the qualified name of the ATen or c10d operator that a node calls, else ``""``."""
     return _name_of(node.target) if node.op == "call_function" else ""
 
 
@@ -37,32 +37,41 @@ def _name_of(target: object) -> str:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """A wait for one of our functional collectives."""
+    """Whether a node waits for a marked collective."""
     return op_name(node) == _WAIT and is_marked(node.all_input_nodes[0])
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node is one of our functional collectives (not its wait).
+    """Whether a node is a marked collective.
 
-    Those without a mark are not ours (tensor parallelism's): like all that is computed they
-    keep their order.
+    Unmarked collectives belong to others (tensor parallelism). Like compute, they keep their order.
     """
     name = op_name(node)
     return name.startswith(COLLECTIVES) and name != _WAIT and is_marked(node)
 
 
 def is_marked(node: fx.Node) -> bool:
-    """Whether a node carries the mark of a collective."""
+    """Whether a node has the mark of a collective."""
     return COLLECTIVE in (node.meta.get("custom") or {})
 
 
+def is_gather(node: fx.Node) -> bool:
+    """Whether a node is a marked all-gather."""
+    return is_collective(node) and mark_of(node).kind == "all_gather"  # type: ignore[union-attr]
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a node is a marked reduce-scatter or all-reduce."""
+    return is_collective(node) and not is_gather(node)
+
+
 def is_region(node: fx.Node) -> bool:
-    """A call of a region: a graph of its own that is compiled once for all its calls."""
+    """Whether a node calls a region: a graph that is compiled once for all its calls."""
     return node.op == "call_function" and node.target is torch.ops.higher_order.invoke_subgraph
 
 
 def body_of(node: fx.Node) -> fx.GraphModule | None:
-    """The graph of the region that a node calls; ``None`` for other nodes."""
+    """Return the graph of the region that a node calls, if it does."""
     module = node.graph.owning_module
     if not is_region(node) or module is None:
         return None
@@ -71,11 +80,9 @@ def body_of(node: fx.Node) -> fx.GraphModule | None:
 
 
 def is_checkpointed(node: fx.Node, value: Any) -> bool:
-    """Whether a node takes the body of activation checkpointing, in which no operator has a body.
+    """Whether an attribute is a checkpointed body in which no operator has a body of its own.
 
-    Args:
-        node: takes an attribute in a graph that Dynamo hands over.
-        value: the attribute.
+    ``node`` takes the attribute ``value`` in a Dynamo graph.
     """
     checkpoint = torch.ops.higher_order.tag_activation_checkpoint
     if not isinstance(value, fx.GraphModule) or {user.target for user in node.users} != {
@@ -86,7 +93,7 @@ def is_checkpointed(node: fx.Node, value: Any) -> bool:
 
 
 def wait_of(node: fx.Node) -> fx.Node:
-    """The one wait of a collective.
+    """Return the only wait of a collective.
 
     Raises:
         ValueError: it has none, or several.
@@ -98,68 +105,73 @@ def wait_of(node: fx.Node) -> fx.Node:
 
 
 def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
-    """All functional collectives, in graph order."""
+    """Yield all marked collectives, in graph order."""
     return (node for node in graph.nodes if is_collective(node))
 
 
 def order_index(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Position of every node."""
+    """Return the position of every node."""
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
 def num_bytes(node: fx.Node) -> int:
-    """Bytes of a node's tensors, from its metadata; 0 without. Symbolic sizes count as hinted."""
+    """Return the bytes of a node's tensors; 0 without metadata. Symbolic sizes count as hinted."""
     tensors = [value for value in values_of(node) if isinstance(value, torch.Tensor)]
     return sum(hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
 
 
 def values_of(node: fx.Node) -> list[Any]:
-    """Values that a node returns, from its metadata: one, or all that are in lists and dicts."""
+    """Return the values of a node from its metadata; lists and dicts are flattened."""
     value = node.meta.get("val")
     return [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
 
 
+def storage_of(value: Any) -> int:
+    """Return an identity of the storage of a tensor; 0 for other values."""
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else 0
+
+
 def hint(number: int | torch.SymInt) -> int:
-    """A symbolic number's example value, without a guard on it."""
+    """Return a symbolic number's example value, without a guard on it."""
     return int(number.node.hint or 0) if isinstance(number, torch.SymInt) else int(number)
 
 
 def group_of(collective: fx.Node) -> str:
-    """Registered name of a collective's process group."""
+    """Return the registered name of a collective's process group."""
     return str([arg for arg in collective.args if isinstance(arg, str)][-1])
 
 
 def world_size_of(collective: fx.Node) -> int | None:
-    """Ranks of a gather's or scatter's group; ``None`` where it does not say (all-reduce)."""
+    """Return the ranks of a gather's or scatter's group; all-reduces do not state it."""
     sizes = [arg for arg in collective.args if isinstance(arg, int)]
     return sizes[0] if sizes else None
 
 
 def plan_of(collective: fx.Node) -> tuple[int, ...]:
-    """The gather plan of a gather or a scatter, encoded; empty where it has none."""
+    """Return the encoded gather plan of a gather or scatter; empty if it has none."""
     plan = collective.args[-1]
     return tuple(plan) if isinstance(plan, (list, tuple)) else ()  # type: ignore[arg-type]
 
 
 def packed_bytes(collective: fx.Node) -> int:
-    """Bytes of the message in which small parameters travel together; 0 where there is none.
+    """Return the bytes of a collective's packed message, 0 if it has none.
 
-    It exists beside the unsharded side while the collective is in flight.
+    The message exists beside the unsharded buffer while the collective is in flight.
     """
     plan, size = plan_of(collective), world_size_of(collective)
     if not plan or size is None:
         return 0
-    widths = plan[2 + 2 * plan[0] :: 2]  # behind two numbers, and two for each direct slice
+    widths = plan[2 + 2 * plan[0] :: 2]  # after two numbers, and two for each direct slice
     return sum(widths) * size * int(collective.all_input_nodes[0].meta["val"].dtype.itemsize)
 
 
 def payload_bytes(collective: fx.Node) -> int:
-    """Bytes of the unsharded side of a collective."""
+    """Return the bytes of the unsharded side of a collective."""
     return max(num_bytes(n) for n in (collective, *collective.all_input_nodes))
 
 
 def payload_numel(collective: fx.Node) -> int:
-    """Elements of the unsharded side of a collective."""
+    """Return the elements of the unsharded side of a collective."""
     itemsize: int = collective.all_input_nodes[0].meta["val"].dtype.itemsize
     return payload_bytes(collective) // itemsize
 
@@ -171,7 +183,7 @@ def mutates(node: fx.Node, source: fx.Node) -> bool:
 
 
 def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments that an operator writes to, by its schema, with lists taken apart."""
+    """Return the arguments that an operator writes to by its schema; lists are flattened."""
     given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
     written = [given.get(a.name) for a in schema.arguments if a.is_write]
     lists = (value if isinstance(value, (list, tuple)) else (value,) for value in written)
@@ -179,7 +191,7 @@ def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 
 def is_backward(graph: fx.Graph) -> bool:
-    """Whether a partitioned graph is a backward graph (it has tangents among its inputs)."""
+    """Whether a partitioned graph is a backward graph: it has tangents among its inputs."""
     inputs = graph.find_nodes(op="placeholder", sort=False)
     return any("tangents" in node.name for node in reversed(inputs))  # they come last
 
@@ -192,20 +204,20 @@ _NO_COMPUTE = frozenset(f"aten::{name}" for name in _VIEWS.split()) | {"fsdp_dyn
 
 
 def is_view(node: fx.Node) -> bool:
-    """A node whose result shares its input's memory and holds the same values."""
+    """Whether a node's result shares its input's memory and holds the same values."""
     name = op_name(node)
     return name.startswith("aten::") and name in _NO_COMPUTE
 
 
 def is_alias(node: fx.Node) -> bool:
-    """A view, or one of the views that an operator such as ``split`` returns."""
+    """Whether a node is a view, or one of the views that an operator such as ``split`` returns."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
     return is_view(node)
 
 
 def is_compute(node: fx.Node) -> bool:
-    """A node that computes: neither a collective, nor a view, nor a buffer."""
+    """Whether a node computes: it is no collective, view or buffer."""
     if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
         return True  # a region, FlexAttention, a Triton kernel
     name = op_name(node)
@@ -215,12 +227,12 @@ def is_compute(node: fx.Node) -> bool:
 
 
 # -- source digest ---------------------------------------------------------------------------------
-# Hash of a package's sources: what was compiled by other code is compiled again.
+# Hash of a package's sources, a part of cache keys.
 
 
-@cache  # an edit after the import changes the file, but not the code that runs
+@cache  # by the first call: later edits of the files do not change the code that runs
 def source_digest(folder: Path) -> str:
-    """Hash of all Python files below a folder, their paths included."""
+    """Return a hash of all Python files below a folder, paths included."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         for part in (str(path.relative_to(folder)).encode(), path.read_bytes()):
@@ -229,19 +241,19 @@ def source_digest(folder: Path) -> str:
 
 
 # -- node equality ---------------------------------------------------------------------------------
-# Equality of nodes and values: what one graph can stand for.
+# Equality of nodes and values: whether one graph can replace another.
 
 
 def value_key(value: Any, is_placed: bool = True) -> Any:
-    """Hashable key, equal for values that are the same to a compiled graph.
+    """Return a hashable key, equal for values that are the same to a compiled graph.
 
-    Tensors are compared by shape, stride, offset, dtype, device and whether they require a
-    gradient; objects that are neither tensors nor plain constants by identity.
+    Tensors are compared by shape, stride, offset, dtype, device and ``requires_grad``; objects that
+    are neither tensors nor plain constants by identity.
 
     Args:
-        value: of a node.
-        is_placed: whether it matters where in its memory a tensor begins. That differs between
-            ranks whose batches are parts of one tensor.
+        value: value of a node.
+        is_placed: whether a tensor's offset in its storage matters. It differs between ranks whose
+            batches are parts of one tensor.
     """
     if isinstance(value, torch.Tensor):
         return (
@@ -265,11 +277,11 @@ def value_key(value: Any, is_placed: bool = True) -> Any:
 
 
 class Numbered:
-    """Nodes of a piece of a graph, compared by their place in it.
+    """Nodes of a part of a graph, compared by their position in it.
 
     Args:
-        nodes: its inputs and its nodes, in order.
-        stands_for: gives the node of these that another one stands for.
+        nodes: inputs and nodes of the part, in order.
+        stands_for: maps another node to the node of the part that it stands for.
     """
 
     def __init__(
@@ -279,11 +291,11 @@ class Numbered:
         self._stands_for = stands_for
 
     def key_of(self, node: fx.Node) -> Any:
-        """Key of what a node does: equal for nodes that do the same with the same."""
+        """Return a key that is equal for nodes that do the same with the same arguments."""
         return node.op, value_key(node.target), self.plain(node.args), self.plain(node.kwargs)
 
     def plain(self, value: Any) -> Any:
-        """Key of an argument."""
+        """Return the key of an argument."""
         if isinstance(value, fx.Node):
             number = self._number.get(value)
             return ("node", self._number[self._stands_for(value)] if number is None else number)
@@ -297,11 +309,7 @@ class Numbered:
 
 
 def body_key(body: fx.GraphModule) -> Any:
-    """Key of the body of an operator: equal for bodies that do the same, under any names.
-
-    Args:
-        body: as Dynamo or AOTAutograd has made it.
-    """
+    """Return a key that is equal for bodies of operators that do the same, under any names."""
     nodes = list(body.graph.nodes)
     numbered = Numbered(nodes)
     does = [
@@ -317,13 +325,13 @@ def body_key(body: fx.GraphModule) -> Any:
 
 
 def attribute_key(owner: fx.GraphModule, node: fx.Node) -> Any:
-    """Key of an attribute of a graph.
+    """Return the key of an attribute of a graph.
 
-    Bodies of operators are equal if they do the same; all else equals only itself.
+    Bodies of operators are equal if they do the same; anything else equals only itself.
 
     Args:
-        owner: the module of the graph.
-        node: takes the attribute.
+        owner: module of the graph.
+        node: node that takes the attribute.
     """
     value = operator.attrgetter(str(node.target))(owner)
     return body_key(value) if isinstance(value, fx.GraphModule) else ("attribute", id(value))
@@ -341,7 +349,9 @@ __all__ = [
     "is_backward",
     "is_collective",
     "is_compute",
+    "is_gather",
     "is_marked",
+    "is_reduction",
     "is_region",
     "is_view",
     "is_wait",
@@ -354,6 +364,7 @@ __all__ = [
     "payload_numel",
     "plan_of",
     "source_digest",
+    "storage_of",
     "value_key",
     "values_of",
     "wait_of",

@@ -1,7 +1,7 @@
-"""Marks: what a graph knows about its collectives and to which unit its compute belongs.
+"""Marks: which unit a node belongs to, and what its collective is.
 
-A mark is put on at birth, as ``torch.fx.traceback.annotate`` does, and reaches
-``node.meta["custom"]`` in every later graph. Passes read marks; they never guess.
+A mark is set where a node is made, as ``torch.fx.traceback.annotate`` does, and is in
+``node.meta["custom"]`` of every later graph. Passes read marks and never guess.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ COLLECTIVE = "fsdp_collective"
 UNIT = "fsdp_unit"
 """FQN of the unit that a node belongs to."""
 BODY = "fsdp_body"
-"""``"1"`` on what a unit's module computes with its parameter views, those included."""
+"""``"1"`` on the nodes that a unit's module computes, its parameter views included."""
 VIEWS = "fsdp_views"
-"""On the cutting of an unsharded flat parameter into its parameter views."""
+"""On the nodes that divide an unsharded buffer into parameter views."""
 
 NO_VALUE = -0.0
 """Stands for a gradient that a rank does not have.
 
-Adding it changes nothing, and a sum is -0.0 only where all of its terms are (+0.0 is another term).
-So the mean over ranks of a parameter's gradient is all ``NO_VALUE`` where no rank has one.
+Adding it changes nothing, and a sum is -0.0 only if all of its terms are (+0.0 is not). So the mean
+over ranks of a gradient is all ``NO_VALUE`` iff no rank has that gradient.
 """
 
 
 def is_no_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Which elements are ``NO_VALUE``, which is equal to 0.0."""
+    """Return which elements are ``NO_VALUE``, which compares equal to 0.0."""
     return (tensor == 0) & tensor.signbit()
 
 
@@ -41,16 +41,16 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 def encode_name(fqn: str) -> str:
-    """An FQN as it stands in a mark, a label, a fingerprint or a listing.
+    """Return an FQN as it stands in a mark, a label, a fingerprint or a listing.
 
-    A module's name may hold any character (a key of a ``ModuleDict`` does): all but letters,
-    digits, ``_``, ``.``, ``-`` and ``~`` are percent-encoded, so that the rest can separate.
+    Module names may hold any character (keys of a ``ModuleDict``). All but letters, digits, ``_``,
+    ``.``, ``-`` and ``~`` are percent-encoded, so the others can be separators.
     """
     return quote(fqn, safe="", errors="surrogatepass")
 
 
 def decode_name(text: str) -> str:
-    """Back from ``encode_name``."""
+    """Read what ``encode_name`` returned."""
     return unquote(text, errors="surrogatepass")
 
 
@@ -60,13 +60,13 @@ class Mark:
 
     Attributes:
         unit: FQN of the unit, ``""`` for the root.
-        kind: what it does.
-        direction: the pass in which it was traced. (An all-gather that is recomputed for the
-            backward keeps its mark; the graph it is in says the rest.)
-        ordinal: which flat parameter of the unit, from 0.
+        kind: what the collective does.
+        direction: pass in which it was traced. An all-gather that is recomputed for the backward
+            keeps its mark; ``graph_utils.is_backward`` tells the graphs apart.
+        ordinal: index of the flat parameter in the unit.
         reshards: for an all-gather, whether the unit is resharded after its forward.
-        wire: the format in which shards travel, ``WireFormat.encode()``; ``""``: as they are. (Of
-            an optional one, ``wire_of`` says whether it is used.)
+        wire: format in which shards travel (``WireFormat.encode``), ``""`` for none; ``wire_of``
+            says whether an optional one is used.
     """
 
     unit: str
@@ -78,22 +78,22 @@ class Mark:
 
     @property
     def has_optional_format(self) -> bool:
-        """Whether the planner decides if it travels in its format."""
+        """Whether the planner decides if the collective travels in its format."""
         wire = WireFormat.decode(self.wire)
         return wire is not None and wire.is_optional
 
     def encode(self) -> str:
-        """The mark as a string, which survives tracing and code generation."""
+        """Return the mark as a string, which survives tracing and code generation."""
         name = encode_name(self.unit)
         fields = (self.kind, self.direction, self.ordinal, int(self.reshards), self.wire, name)
         return "|".join(map(str, fields))
 
     @staticmethod
     def decode(text: str) -> Mark:
-        """Back from ``encode``.
+        """Read what ``encode`` returned.
 
         Raises:
-            ValueError: anything else.
+            ValueError: the text is no mark.
         """
         kind, direction, ordinal, reshards, wire, unit = text.split("|")
         if kind not in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -105,26 +105,26 @@ class Mark:
 
 
 def mark_of(node: torch.fx.Node) -> Mark | None:
-    """The mark of a collective node (or of its wait); ``None``: it has none."""
+    """Return the mark of a collective or its wait, if it has one."""
     custom = node.meta.get("custom") or {}
     text = custom.get(COLLECTIVE)
     return None if text is None else Mark.decode(text)
 
 
 def unit_of(node: torch.fx.Node) -> str | None:
-    """FQN of the unit that a node belongs to, in forward or backward; ``None``: of none."""
+    """Return the FQN of the unit that a node belongs to, in forward or backward, if any."""
     custom = node.meta.get("custom") or {}
     unit = custom.get(UNIT)
     return None if unit is None else str(unit)
 
 
 def is_body(node: torch.fx.Node) -> bool:
-    """Whether the node is part of a unit's body: what its module computes, and its views."""
+    """Whether a node is part of a unit's body: what its module computes, and its views."""
     return (node.meta.get("custom") or {}).get(BODY) == "1"
 
 
 def cuts_views(node: torch.fx.Node) -> bool:
-    """Whether the node cuts an unsharded flat parameter into its parameter views."""
+    """Whether a node divides an unsharded buffer into parameter views."""
     return VIEWS in (node.meta.get("custom") or {})
 
 
@@ -132,17 +132,12 @@ _LAUNCH = "fsdp_launch"
 
 
 def set_launch(node: torch.fx.Node, launch: int | None) -> None:
-    """Say that a collective is launched together with all others of this number.
-
-    Args:
-        node: the collective.
-        launch: the number; ``None``: it is launched alone.
-    """
+    """Record that a collective is launched with all others of this number; ``None``: alone."""
     node.meta[_LAUNCH] = launch
 
 
 def launch_of(node: torch.fx.Node) -> int | None:
-    """The launch that a collective shares with others; ``None``: it is launched alone."""
+    """Return the number of the launch that a collective shares, if any."""
     launch: int | None = node.meta.get(_LAUNCH)
     return launch
 
@@ -151,12 +146,12 @@ _GRAPH = "fsdp_graph"
 
 
 def set_graph(node: torch.fx.Node, digest: str) -> None:
-    """Say of which planned graph a collective is."""
+    """Record the digest of the planned graph that a collective is in."""
     node.meta[_GRAPH] = digest
 
 
 def graph_of(node: torch.fx.Node) -> str:
-    """The digest of the planned graph that a collective is of; ``""``: it was not planned."""
+    """Return the digest of the planned graph that a collective is in; ``""``: not planned."""
     digest: str = node.meta.get(_GRAPH, "")
     return digest
 
@@ -165,12 +160,12 @@ _CHOSEN = "fsdp_format_chosen"
 
 
 def choose_format(node: torch.fx.Node, chosen: bool) -> None:
-    """Say whether a collective with an optional format travels in it."""
+    """Record whether a collective with an optional format travels in it."""
     node.meta[_CHOSEN] = chosen
 
 
 def wire_of(node: torch.fx.Node) -> WireFormat | None:
-    """The format in which a collective travels; an optional one only where it was chosen."""
+    """Return the format in which a collective travels, if any."""
     mark = mark_of(node)
     wire = None if mark is None else WireFormat.decode(mark.wire)
     if wire is None or not wire.is_optional:

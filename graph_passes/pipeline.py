@@ -1,4 +1,4 @@
-"""The ordered passes over a partitioned graph; the spec is verified after each.
+"""Ordered passes over a partitioned graph; the specification is verified after each.
 
 ::
 
@@ -31,7 +31,7 @@ from graph_passes.views import cut_views, drop_noop_views, sink_views
 _VIEW_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views)
 
 OPTIONAL_PASSES: tuple[GraphPass, ...] = (*_VIEW_PASSES, grad_buffer, group_writes, sink_views)
-"""Passes of ours that can be left out: without them the graph computes the same, only slower."""
+"""Passes that can be left out: without them the graph computes the same, only slower."""
 
 REQUIRED_PASSES: dict[str, str] = {
     "planner": Planner.required,
@@ -43,7 +43,7 @@ REQUIRED_PASSES: dict[str, str] = {
     "backward, not gathered again",
     "inline_regions": "collectives are placed among the nodes of units, and a region hides them",
 }
-"""Passes that cannot be left out, and why."""
+"""Passes that cannot be left out, with the reason."""
 
 
 def default_passes(
@@ -52,17 +52,14 @@ def default_passes(
     more: Sequence[GraphPass | PassFunction] = (),
     disabled: Collection[str] = (),
 ) -> tuple[GraphPass, ...]:
-    """The passes that our backends run.
+    """Return the passes that our backends run, in order; the planner is last.
 
     Args:
-        planner: what places the collectives.
-        node_by_node: for a graph that is run as it is, where every node costs host time; a
-            compiler does away with views by itself.
-        more: a user's own, which run before the collectives are placed.
+        planner: pass that places the collectives.
+        node_by_node: whether the graph is run as it is, where every node costs host time; compilers
+            remove views by themselves.
+        more: a user's own passes, which run before the collectives are placed.
         disabled: names of passes to leave out.
-
-    Returns:
-        The passes, in order; the planner last.
     """
     first: tuple[GraphPass, ...] = (inline_regions, absent_gradients)
     rewrites = (*first, grad_buffer)
@@ -80,10 +77,11 @@ class Pipeline:
     """Passes in order.
 
     Args:
-        passes: what runs over every partitioned graph; by default ``default_passes(Planner())``.
+        passes: passes to run over every partitioned graph; by default
+            ``default_passes(Planner())``.
         observe: called with the graph and the name of the stage that it has reached:
-            ``"partition"``, and ``"after_"`` and the name of each pass (with a number where that
-            name has come before).
+            ``"partition"``, and ``"after_"`` with the name of each pass (and a number for a
+            repeated name).
     """
 
     def __init__(
@@ -99,10 +97,10 @@ class Pipeline:
         """Run all passes.
 
         Args:
-            graph: partitioned: a forward or a backward; changed in place.
+            graph: partitioned forward or backward graph; changed in place.
 
         Raises:
-            SpecError: the graph, or what the first pass that is wrong made of it, breaks the spec.
+            SpecError: the graph, or the result of a pass, breaks the specification.
             BudgetError: see ``Planner``.
             PlanError: see ``Planner``.
         """
@@ -115,16 +113,12 @@ class Pipeline:
             verify_graph(graph, pass_.name, before)
 
     def stages(self) -> dict[str, str]:
-        """The stages behind the passes, in order.
-
-        Returns:
-            By the name that ``observe`` is given: the first line of the pass's docstring.
-        """
+        """Return the first docstring line of each pass by the name of its stage, in order."""
         summaries = [pass_.summary for pass_ in self.passes]
         return dict(zip(self._stage_names(), summaries, strict=True))
 
     def text(self) -> str:
-        """One line a pass, in order: its name, whether it keeps numbers bitwise, its summary."""
+        """Return a line for each pass: its name, whether it keeps numbers bitwise, its summary."""
         width = max((len(pass_.name) for pass_ in self.passes), default=0)
         return "\n".join(
             f"{p.name:{width}}  {'bitwise' if p.is_bitwise else 'numeric'}  {p.summary}".rstrip()
@@ -141,7 +135,7 @@ class Pipeline:
         return found
 
     def cache_key(self) -> str:
-        """Hash that changes when a pass is added, removed, reordered or edited."""
+        """Return a hash that changes when a pass is added, removed, reordered or edited."""
         digest = hashlib.sha256(source_digest(Path(__file__).parent).encode())
         for pass_ in self.passes:
             digest.update(pass_.uuid().encode())

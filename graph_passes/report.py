@@ -34,19 +34,18 @@ class TransferReport:
         launch: collectives with the same number are launched together.
         wire_bytes: bytes that this rank sends.
         tensor_bytes: bytes that it would send without a format.
-        wire: the format in which it travels, as text; ``""``: as it is.
-        coding_ms: time of encoding and decoding, of what computes.
-        exposed_without_ms: where the planner chose whether it has a format, its exposed time in the
-            schedule without any; else ``None``.
+        wire: format in which it travels, as text; ``""`` for none.
+        coding_ms: compute time of encoding and decoding.
+        exposed_without_ms: exposed time in the schedule without formats, where the planner chose
+            whether it has one; else ``None``.
         ms: duration when it has the link to itself.
         issued_ms, begin_ms, end_ms: times of issue, and of start and end on its link.
         wait_ms: time of the wait for its result.
         exposed_ms: time in which nothing is computed because of it.
         moved_steps: steps of compute between its place and its unscheduled place.
-        moved_across: the units of these steps.
-        reason: the constraint that kept it from moving further: ``"hidden"``,
-            ``"dependency"``, ``"memory"``, ``"in flight"``, ``"order"``, ``"bandwidth"`` or
-            ``"not planned"``.
+        moved_across: units of these steps.
+        reason: constraint that kept it from moving further (see
+            ``binding_constraints.Constraint``).
         bytes_short: excess over the budget, if that is the reason; else 0.
         behind: unit of the collective ahead on the link, where that matters.
         saves_ms: time that another move would save, if it is not planned; else 0.
@@ -98,12 +97,11 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """A span in which one unit computes without interruption.
+    """Span in which one unit computes without interruption.
 
     Attributes:
         unit: FQN, ``""`` for the root.
-        begin_ms: from the start of the graph.
-        end_ms: from the start of the graph.
+        begin_ms, end_ms: start and end, from the start of the graph.
     """
 
     unit: str
@@ -120,11 +118,11 @@ class GraphReport:
         compute_ms, communication_ms, exposed_ms: sums over the units.
         bound_ms: no schedule is faster.
         simulated_ms: time of the schedule.
-        unscheduled_ms: time if every gather is issued where it is needed and every reduction is
-            waited for at once.
-        peak_bytes: predicted peak of the graph as it runs, on top of what outlives a step
-            (shards, optimizer state); ``None`` without a prediction.
-        budget_bytes: the planner's memory limit; ``None`` without a limit.
+        unscheduled_ms: time of the unscheduled graph, with every gather issued where it is needed
+            and every reduction waited for at once.
+        peak_bytes: predicted peak of the graph as it runs, on top of what outlives a step (shards,
+            optimizer state); ``None`` without a prediction.
+        budget_bytes: the planner's memory limit, if any.
         max_in_flight: limit on the number of collectives in flight.
         transfers: in order of issue.
         units: in order of their compute.
@@ -146,7 +144,7 @@ class GraphReport:
     spans: tuple[ComputeSpan, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as data that JSON can hold."""
+        """Return the report as data that JSON can hold."""
         return asdict(self)
 
     @staticmethod
@@ -162,7 +160,7 @@ class GraphReport:
 
 
 def report_of(planned: Planned) -> GraphReport:
-    """The report on the schedule of one graph."""
+    """Return the report on the schedule of one graph."""
     schedule = planned.schedule
     launches = {
         placement.transfer: transfer.launch
@@ -195,7 +193,7 @@ def report_of(planned: Planned) -> GraphReport:
 
 
 def _resolved(planned: Planned) -> Limits:
-    """The limits in force; a given plan need not respect the budget."""
+    """Return the limits in force; a given plan need not keep the budget."""
     try:
         return planned.options.limits.resolved(planned.problem)
     except BudgetError:
@@ -238,7 +236,7 @@ def _transfer(
 
 
 def _moved(transfer: Transfer, placement: Placement) -> range:
-    """Steps between a placement and the unscheduled place of its transfer."""
+    """Return the steps between a placement and the unscheduled place of its transfer."""
     if transfer.is_gather:
         return range(placement.issue, transfer.need)
     return range(transfer.ready, placement.wait)
@@ -260,7 +258,7 @@ def _units(problem: Problem, transfers: tuple[TransferReport, ...]) -> tuple[Uni
 
 
 def _spans(problem: Problem, timeline: Timeline) -> tuple[ComputeSpan, ...]:
-    """Spans of compute; consecutive steps of one unit without a wait in between are merged."""
+    """Return spans of compute; steps of one unit without a wait in between are merged."""
     spans: list[ComputeSpan] = []
     for unit, begin, ms in zip(
         problem.units, timeline.step_begin_ms, problem.compute_ms, strict=True

@@ -1,4 +1,4 @@
-"""Spec of a scheduled graph: short, executable, verified after every pass."""
+"""Specification of a graph of collectives, verified after every pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graph_passes.markers import launch_of, mark_of
 
 
 class SpecError(RuntimeError):
-    """A graph that breaks the spec."""
+    """A graph that breaks the specification."""
 
 
 def _fail(stage: str, node: fx.Node, expected: str, got: str) -> None:
@@ -29,7 +29,7 @@ def _fail(stage: str, node: fx.Node, expected: str, got: str) -> None:
 
 
 def inventory(graph: fx.Graph) -> Counter[str]:
-    """Count of each marked collective: passes must neither lose nor add any."""
+    """Count each marked collective: passes must neither lose nor add any."""
     return _inventory(collectives(graph))
 
 
@@ -41,19 +41,19 @@ def _inventory(found: Iterable[fx.Node]) -> Counter[str]:
 def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None) -> None:
     """Check a graph of collectives.
 
-    - every marked collective has exactly one wait, and no user but it;
-    - every wait follows its collective, every use follows the wait (``lint`` checks that);
-    - those of one launch are alike, and between them is nothing but what they send;
-    - every element of a flat gradient that is written in slices is written once, then added to;
-    - nothing was lost or added, where ``before`` is given.
+    - Every marked collective has exactly one user, its wait.
+    - Every wait follows its collective; every use follows the wait (``lint`` checks that).
+    - Collectives of one launch are alike; between them stand only nodes that they need.
+    - Every element of a flat gradient that is written in slices is written once, then added to.
+    - If ``before`` is given, no collective was lost or added.
 
     Args:
         graph: the graph.
-        stage: what was done last, for the message.
-        before: ``inventory`` of the graph before that.
+        stage: name of the last stage, for the message.
+        before: ``inventory`` of the graph before that stage.
 
     Raises:
-        SpecError: naming the stage, the node, what was expected and what came.
+        SpecError: names the stage, the node, what was expected and what was found.
     """
     graph.lint()
     found = list(collectives(graph))
@@ -77,9 +77,9 @@ def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None
 
 
 def _verify_launches(graph: fx.Graph, stage: str) -> None:
-    """Check launches, backwards, so that the users of a node are seen before it."""
-    later: fx.Node | None = None  # of the launch that is going on
-    inside: set[fx.Node] = set()  # its collectives, and what leads to them alone
+    """Check launches from the end of the graph, so that users are seen before what they use."""
+    later: fx.Node | None = None  # the next collective of the current launch
+    inside: set[fx.Node] = set()  # collectives of the launch, and nodes that only they need
     ended: set[int] = set()
     for node in reversed(graph.nodes):
         launch = launch_of(node) if is_collective(node) else None
@@ -99,7 +99,7 @@ def _verify_launches(graph: fx.Graph, stage: str) -> None:
 
 
 def _alike(node: fx.Node) -> tuple[object, ...]:
-    """Kind, dtype and group: what collectives of one launch have in common."""
+    """Return kind, dtype and group, which collectives of one launch have in common."""
     dtype = getattr(node.meta.get("val"), "dtype", None)
     settings = [arg for arg in node.args[1:] if isinstance(arg, (int, str))]  # not the gather plan
     return (op_name(node), dtype, *settings)

@@ -1,4 +1,4 @@
-"""Passes over parameter views: cut from the unsharded buffer, without detours, at first use."""
+"""Passes over parameter views: fewer nodes, and each view at its first use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import fx, ops
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graph_passes.graph_pass import graph_pass
-from graph_passes.graph_utils import is_alias, is_wait, op_name
-from graph_passes.markers import cuts_views, mark_of
+from graph_passes.graph_utils import is_alias, is_gather, is_wait, op_name
+from graph_passes.markers import cuts_views
 
 # -- cut views -------------------------------------------------------------------------------------
-# Cut views: each parameter view is taken straight from the unsharded flat parameter.
+# Cut views: each parameter view is one node on the unsharded buffer.
 #
 # Before::
 #
@@ -23,10 +23,10 @@ from graph_passes.markers import cuts_views, mark_of
 #
 #     wait -> as_strided -> mm
 #
-# In a region the unsharded flat parameter is an input instead of a wait.
+# In a region the unsharded buffer is an input, not a wait.
 #
-# For graphs that are run node by node, where every node costs host time. The storage, and so what
-# is kept alive and when it is freed, is the same.
+# For graphs that are run node by node, where every node costs host time. Storages and their
+# lifetimes do not change.
 
 
 @graph_pass(is_bitwise=True)
@@ -46,7 +46,6 @@ def cut_views(graph: fx.Graph) -> None:
 
 
 def _is_unsharded(split: fx.Node) -> bool:
-    """Whether what is split is an unsharded flat parameter."""
     source: fx.Node = split.args[0]  # type: ignore[assignment]
     return is_wait(source) or (source.op == "placeholder" and cuts_views(split))
 
@@ -54,11 +53,11 @@ def _is_unsharded(split: fx.Node) -> bool:
 def _replace(
     graph: fx.Graph, source: fx.Node, node: fx.Node, offset: int, shape: list[int]
 ) -> None:
-    """Replace ``node``, a contiguous piece, and the views that hang on it."""
+    """Replace ``node``, a contiguous slice of ``source``, and the views of it."""
     rest = []
     for user in list(node.users):
         if user.target is ops.aten.view.default:
-            # Not its argument, in which -1 stands for what is left.
+            # Shape of the result: the argument may contain -1.
             _replace(graph, source, user, offset, list(user.meta["val"].shape))
         elif op_name(user) == "aten::t" and len(shape) == 2:
             size, stride = [shape[1], shape[0]], [1, shape[1]]
@@ -97,7 +96,7 @@ def _strided(
 #     sum -> view -> view         ->      sum -> view
 #     x -> detach -> y            ->      x -> y
 #
-# Nodes that are outputs stay as they are: an output must not become an alias of an input.
+# Nodes that are outputs stay: an output must not become an alias of an input.
 
 
 _VIEW = ops.aten.view.default
@@ -107,7 +106,7 @@ _ERASABLE = _IDENTITIES | {"aten::view", "aten::_unsafe_view", "aten::t", "aten:
 
 @graph_pass(is_bitwise=True)
 def drop_noop_views(graph: fx.Graph) -> None:
-    """Replace identities, double transposes and repeated views by what they stand for."""
+    """Remove identities, double transposes and repeated views."""
     for node in graph.nodes:
         source = _stands_for(node)
         if source is None or any(user.op == "output" for user in node.users):
@@ -117,14 +116,14 @@ def drop_noop_views(graph: fx.Graph) -> None:
 
 
 def erase_unused(graph: fx.Graph) -> None:
-    """Erase view nodes that nothing uses any more."""
+    """Erase view nodes without users."""
     for node in reversed(graph.nodes):
         if not node.users and (op_name(node) in _ERASABLE or node.target is operator.getitem):
             graph.erase_node(node)
 
 
 def _stands_for(node: fx.Node) -> fx.Node | None:
-    """The earlier node that ``node`` equals, if there is one; merges a view into its source."""
+    """Return the earlier node that ``node`` equals, if any. Also merge a view into its source."""
     name = op_name(node)
     if not node.args or not isinstance(node.args[0], fx.Node):
         return None
@@ -154,7 +153,7 @@ def _same_shape(node: fx.Node, source: fx.Node) -> bool:
 
 
 # -- sink views ------------------------------------------------------------------------------------
-# Sink views: a view of an unsharded flat parameter stands where it is first used.
+# Sink views: a view of an unsharded buffer stands where it is first used.
 #
 # Before::
 #
@@ -164,9 +163,8 @@ def _same_shape(node: fx.Node, source: fx.Node) -> bool:
 #
 #     wait   embedding   ...   norm_weight = as_strided(wait)   mul(x, norm_weight)
 #
-# Tracing makes all views of a unit at the start of its forward. A gather is needed when the first
-# node behind its wait runs; so, where that is a view, it would be needed long before anything is
-# computed with it.
+# Tracing makes all views of a unit at the start of its forward. A gather must end before the first
+# node that reads its wait. If that is a view, this is long before anything is computed with it.
 
 
 @graph_pass(is_bitwise=True)
@@ -178,13 +176,11 @@ def sink_views(graph: fx.Graph) -> None:
 
 
 def _views_of_gathers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Views of gathered tensors, and views of these, in graph order."""
+    """Yield views of gathered tensors, and views of views, in graph order."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if is_wait(node):
-            mark = mark_of(node.all_input_nodes[0])
-            if mark is not None and mark.kind == "all_gather":
-                found.add(node)
+        if is_wait(node) and is_gather(node.all_input_nodes[0]):
+            found.add(node)
         elif is_alias(node) and found.issuperset(node.all_input_nodes):
             found.add(node)
             yield node

@@ -1,4 +1,4 @@
-"""Formats in which a collective's elements travel, where they are not those of its tensors."""
+"""Wire formats: how elements of a collective travel, if not as in its tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ WireFormatName = Literal["bfloat16", "float8", "int8", "int4"]
 
 _BITS: dict[str, int] = {"bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}
 WIRE_FORMATS = tuple(_BITS)
-"""All names."""
 SCALE_BYTES = 4
 HEADER_SCALES = 4
-"""Header before the scales, in their size; its first number says how zeros are to be read."""
+"""Length of the header before the scales, in scales. Its first number says how to read zeros."""
 _ALIGN_BYTES = 16
-"""Scales, codes and messages begin at multiples of it: a kernel's loads on a device are so wide."""
+"""Alignment of scales, codes and messages: the width of a kernel's loads on a device."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,10 @@ class WireFormat:
     """Format in which one rank's part of a collective travels.
 
     Attributes:
-        name: of its elements.
+        name: format of the elements.
         block_numel: elements that share a scale.
-        is_stochastic: whether they are rounded up or down at random, so that the mean is right.
+        is_stochastic: whether elements are rounded up or down at random, which keeps the mean
+            unbiased.
         is_optional: whether the planner decides for each collective if it is used.
     """
 
@@ -35,7 +35,7 @@ class WireFormat:
     is_optional: bool = False
 
     def chosen(self) -> WireFormat:
-        """This format, no longer optional."""
+        """Return this format, no longer optional."""
         return replace(self, is_optional=False)
 
     @property
@@ -45,36 +45,36 @@ class WireFormat:
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are integers, of which one says that there is no value."""
+        """Whether codes are integers, of which one means that there is no value."""
         return self.name in ("int8", "int4")
 
     @property
     def is_packed(self) -> bool:
-        """Whether two elements of a block, half of it apart, share a byte."""
+        """Whether two elements of a block, half a block apart, share a byte."""
         return self.name == "int4"
 
     def codes_begin(self, numel: int) -> int:
-        """Byte of a message of ``numel`` elements where their codes begin, behind the scales."""
+        """Return the byte at which the codes of ``numel`` elements begin, behind the scales."""
         if not self.has_scales:
             return 0
         return _aligned((HEADER_SCALES - (-numel // self.block_numel)) * SCALE_BYTES)
 
     def num_codes(self, numel: int) -> int:
-        """Codes of ``numel`` elements of a block, or of whole blocks, in memory."""
+        """Return the codes in memory for ``numel`` elements of a block, or of whole blocks."""
         return -(-numel // 2) if self.is_packed else numel
 
     def num_bytes(self, numel: int) -> int:
-        """Bytes of one message with ``numel`` elements."""
+        """Return the bytes of a message of ``numel`` elements."""
         return _aligned(self.codes_begin(numel) - (-numel * _BITS[self.name] // 8))
 
     def encode(self) -> str:
-        """The format as a string; ``decode`` reads it."""
+        """Return the format as a string, which ``decode`` reads."""
         marks = ("~" if self.is_stochastic else "") + ("?" if self.is_optional else "")
         return f"{self.name}/{self.block_numel}{marks}"
 
     @staticmethod
     def decode(text: str) -> WireFormat | None:
-        """Back from ``encode``; ``None`` for ``""``: elements travel as they are."""
+        """Read what ``encode`` returned; ``None`` for ``""``, which means no format."""
         if not text:
             return None
         name, _, block = text.partition("/")
@@ -91,23 +91,23 @@ def _aligned(num_bytes: int) -> int:
 
 
 def text_of(wire: WireFormat | None) -> str:
-    """A format, or none, as a string; ``WireFormat.decode`` reads it."""
+    """Return a format as a string, ``""`` for none; ``WireFormat.decode`` reads it."""
     return "" if wire is None else wire.encode()
 
 
 class Coding(NamedTuple):
-    """Bytes that a rank reads and writes to encode what it sends, and to decode what arrives."""
+    """Bytes that a rank reads and writes to encode what it sends and to decode what arrives."""
 
     encode_bytes: float
     decode_bytes: float
 
 
 def coding_of_gather(tensor_bytes: float, message_bytes: float, num_ranks: int) -> Coding:
-    """A shard becomes a message; all messages become the unsharded tensor.
+    """Return the coding of an all-gather: a shard becomes a message, messages the unsharded tensor.
 
     Args:
-        tensor_bytes: of the unsharded tensor.
-        message_bytes: of one rank's message.
+        tensor_bytes: bytes of the unsharded tensor.
+        message_bytes: bytes of one rank's message.
         num_ranks: ranks that hold a shard.
     """
     shard = tensor_bytes / num_ranks
@@ -115,9 +115,9 @@ def coding_of_gather(tensor_bytes: float, message_bytes: float, num_ranks: int) 
 
 
 def coding_of_reduction(tensor_bytes: float, message_bytes: float, num_ranks: int) -> Coding:
-    """All parts but one's own become messages; those of the others are added to one's own part.
+    """Return the coding of a reduce-scatter, with the arguments of ``coding_of_gather``.
 
-    For the arguments see ``coding_of_gather``.
+    All parts but the rank's own become messages; those that arrive are added to the own part.
     """
     others, shard = num_ranks - 1, tensor_bytes / num_ranks
     messages = others * message_bytes
@@ -125,13 +125,9 @@ def coding_of_reduction(tensor_bytes: float, message_bytes: float, num_ranks: in
 
 
 def coding_of_all_reduce(tensor_bytes: float, message_bytes: float) -> Coding:
-    """Coding of an all-reduce: parts become messages, their sums one, and those of all the tensor.
+    """Return an upper bound of an all-reduce's coding (a graph does not know its ranks).
 
-    With any number of ranks, as graphs do not know it: no more than this.
-
-    Args:
-        tensor_bytes: of the tensor.
-        message_bytes: of a message that has all of it.
+    Parts become messages, their sums become a message, and the messages of all sums the tensor.
     """
     once = tensor_bytes + message_bytes
     return Coding(once, 3 * once)

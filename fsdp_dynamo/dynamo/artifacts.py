@@ -1,8 +1,8 @@
-"""Structured artifacts of compilation in torch's own trace log.
+"""Artifacts of compilation in torch's own trace log.
 
-Graphs are emitted at every stage of the pass pipeline under names like
-``fsdp_dynamo.backward.after_planner``, beside torch's own: ``TORCH_TRACE=DIR`` and ``tlparse DIR``
-show them. Without a listener nothing is formatted. ``record_artifacts`` is one.
+Graphs are emitted at every stage of the pass pipeline, under names such as
+``fsdp_dynamo.backward.after_planner``, beside torch's artifacts. ``TORCH_TRACE=DIR`` with ``tlparse
+DIR``, or ``record_artifacts``, shows them. Without a listener no text is made.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ PREFIX = "fsdp_dynamo."
 DECOMPILED = PREFIX + "dynamo.decompiled"
 STAGES = PREFIX + "stages"
 
+_trace_log = logging.getLogger("torch.__trace")
+
 unit_now: ContextVar[str] = ContextVar("unit_now", default="")
-"""FQN of the unit whose body runs now on the hooks mode."""
+"""FQN of the unit whose body runs in hooks mode."""
 
 
 class Frame(NamedTuple):
-    """Which compilation an artifact is of, as Dynamo numbers them; -1 where there is none."""
+    """Number of a compilation in Dynamo's count; -1 where there is none."""
 
     number: int
     recompile: int
@@ -43,13 +45,13 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Artifact:
-    """One thing that was written to torch's trace log.
+    """Entry of torch's trace log.
 
     Attributes:
-        name: of the artifact, or of the kind of record: ``"aot_joint_graph"``.
-        frame: of which compilation.
+        name: name of the artifact, or the kind of entry (``"aot_joint_graph"``).
+        frame: compilation that wrote it.
         unit: FQN of the unit whose body ran; ``""`` for the root, and in graph mode.
-        text: its payload.
+        text: payload.
     """
 
     name: str
@@ -68,12 +70,12 @@ def emit(name: str, text: Callable[[], str]) -> None:
 
 
 def emit_graph(graph: fx.Graph, stage: str, phase: str = "") -> None:
-    """Write down a graph as it is at a stage.
+    """Emit a graph in its current form.
 
     Args:
-        graph: forward or backward graph, or another with its phase.
-        stage: ``"partition"``, ``"after_planner"``.
-        phase: ``"forward"`` or ``"backward"``, as the graph is, if not given.
+        graph: the graph.
+        stage: name of the stage, such as ``"partition"`` or ``"after_planner"``.
+        phase: by default ``"forward"`` or ``"backward"``, read off the graph.
     """
 
     def text() -> str:
@@ -84,23 +86,17 @@ def emit_graph(graph: fx.Graph, stage: str, phase: str = "") -> None:
 
 
 def emit_stages(stages: Mapping[str, str]) -> None:
-    """Write down what the stages of a pipeline are, for those who show its graphs.
-
-    Args:
-        stages: one line by the name of each stage.
-    """
+    """Emit one line of description for each stage of a pipeline, by name."""
     emit(STAGES, lambda: json.dumps(dict(stages)))
 
 
 class _Listener(logging.Handler):
-    """Keeps what torch's trace log is told."""
-
     def __init__(self, artifacts: list[Artifact]) -> None:
         super().__init__(logging.DEBUG)
         self._artifacts = artifacts
 
     def emit(self, record: logging.LogRecord) -> None:
-        for each in _open:  # after a reset, Dynamo's next compilation begins with this record
+        for each in _open:  # a reset of Dynamo dropped the callbacks; register them again
             each.listen()
         metadata = getattr(record, "metadata", None)
         payload = getattr(record, "payload", None)
@@ -112,26 +108,20 @@ class _Listener(logging.Handler):
         self._artifacts.append(Artifact(name, frame, unit_now.get(), payload))
 
 
-_listeners: list[_Listener] = []
-
-
 @contextmanager
 def record_artifacts() -> Iterator[list[Artifact]]:
-    """Keep what is written to torch's trace log in the context, in order."""
+    """Collect what is written to torch's trace log in the context, in order."""
     listener = _Listener([])
-    log = logging.getLogger("torch.__trace")
-    log.addHandler(listener)
-    _listeners.append(listener)
+    _trace_log.addHandler(listener)
     try:
         yield listener._artifacts
     finally:
-        _listeners.remove(listener)
-        log.removeHandler(listener)
+        _trace_log.removeHandler(listener)
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """A time in which code was compiled, in ``time.perf_counter_ns``."""
+    """Span of a compilation, in ``time.perf_counter_ns``."""
 
     begin_ns: int
     end_ns: int
@@ -139,10 +129,10 @@ class Compilation:
 
 @contextmanager
 def record_compilations() -> Iterator[list[Compilation]]:
-    """Keep the times in which Dynamo, or a backward that was left for later, is compiled."""
+    """Collect the spans in which Dynamo, or a backward that is compiled later, compiles."""
     recording = _CompilationRecording()
     _open.append(recording)
-    for each in _open:  # a reset of Dynamo has removed those of the contexts around
+    for each in _open:  # a reset of Dynamo may have dropped the callbacks of outer contexts
         each.listen()
     try:
         yield recording.found
@@ -180,8 +170,8 @@ _open: list[_CompilationRecording] = []
 
 
 def is_recording() -> bool:
-    """Whether compilations are being recorded, so that none may come from a cache."""
-    return bool(_listeners)
+    """Whether artifacts are being recorded, so that no code may come from a cache."""
+    return any(isinstance(handler, _Listener) for handler in _trace_log.handlers)
 
 
 __all__ = [

@@ -1,30 +1,26 @@
-"""All uses of Dynamo's private API, and the one method of its that is replaced.
+"""Dynamo's and AOTAutograd's private API, and every replacement of a function of torch's compiler.
 
-Touched, and why: ``InstructionTranslator.current_tx`` (which backend and mode is tracing now),
-``TracingContext.extract_stack`` (whether a nested unit's call is the frame being compiled),
-``OutputGraph.current_tracer`` (in the body of which operator a unit is called),
-``_disable_side_effect_safety_checks_for_current_subtracer`` (a unit in such a body changes modules
-and restores them),
-``get_eval_frame_callback`` and ``innermost_backend`` (which backend runs around this frame),
-``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
-code is shared), ``cached_backends`` (to let go of such an object with what it compiled),
-``reset_code`` (to drop what was compiled for a model that is gone),
-``skip_code`` (a frame that only chooses the code object of the next one is not compiled),
-``OptimizedModule.dynamo_ctx`` (which backend a model was compiled with),
-``GraphModule.compile_subgraph_reason`` (whether a graph break ends the graph that is compiled),
-``invoke_subgraph.gen_schema`` (torch traces a region's body again at each of its calls, in search
-of mutations, and keeps no result), ``OptimizedModule._load_from_state_dict`` (a compiled wrapper's
-state dict has plain names, so it must also load them; there is no hook on a class),
-``compiled_autograd.in_compiled_autograd_region`` (whether a backward runs in a graph of its own),
-``is_fx_symbolic_tracing`` (whether ``torch.fx`` traces a sharded model).
+Other modules also use private names (``docs/decisions/records/private-api.md`` lists all, each with
+a test). Functions that this module replaces:
+
+- ``OptimizedModule._load_from_state_dict``, permanently: the state dict of a compiled unit has
+  plain names, so it must load them, and a class has no hook for that.
+- ``invoke_subgraph.gen_schema``, while compiling (``one_schema_a_region``): torch traces a region's
+  body again at each of its calls, in search of mutations, and keeps no result.
+- ``collect_bw_donated_buffer_idxs``, while compiling (``nothing_donated``).
+- ``AsyncCompile.wait`` and ``AsyncCompile.submit``, while compiling (``builds_put_off``).
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -49,6 +45,9 @@ from torch._functorch.pyfunctorch import (
     temporarily_pop_interpreter_stack,
 )
 from torch._guards import TracingContext
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import _worker_compile_cpp
+from torch._inductor.cpp_builder import CppBuilder
 from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
@@ -61,7 +60,7 @@ HOOKS_MODE = "hooks"
 NO_BACKEND = -1
 
 with_side_effects = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
-"""Calls a function that may change objects from outside of the body that Dynamo traces."""
+"""Call a function that may change objects from outside of the operator body that Dynamo traces."""
 
 _MODE_ATTRIBUTE = "_fsdp_dynamo_mode"
 
@@ -72,8 +71,8 @@ _Shapes = Sequence[Sequence[int]]
 class CompileRefusedError(FSDPStateError, PackageError):
     """A use of torch.compile that cannot work.
 
-    Dynamo hands errors of its own to the user as they are and wraps all others; ``PackageError`` is
-    one of the former that breaks no graph.
+    Dynamo wraps most errors and passes its own on unchanged. ``PackageError`` is one that causes no
+    graph break.
     """
 
 
@@ -83,16 +82,12 @@ _keys: dict[int, int] = {}  # of the backends that are alive, by id
 
 
 def in_compiled_autograd() -> bool:
-    """Whether hooks and backwards are called by a graph that torch has made of a backward."""
+    """Whether compiled autograd runs the current backward."""
     return torch._dynamo.compiled_autograd.in_compiled_autograd_region
 
 
 def refuse_tracers() -> None:
-    """Raise if something other than Dynamo makes a program of a sharded model.
-
-    Raises:
-        UnsupportedError: names it.
-    """
+    """Raise ``UnsupportedError`` if a tracer other than Dynamo traces a sharded model."""
     if torch.compiler.is_exporting():
         raise tracer_error("torch.export")
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
@@ -102,7 +97,7 @@ def refuse_tracers() -> None:
 
 
 def tracer_error(tracer: str) -> UnsupportedError:
-    """The error of a program that is to be made of a sharded model."""
+    """Return the error of a tracer that would make a program of a sharded model."""
     return UnsupportedError(
         f"{tracer}: expected an unsharded model to make a program of, got one whose parameters are "
         "sharded, and gathered by hooks. Build the model anew without sharding it, and load into "
@@ -117,7 +112,7 @@ def declare_mode(backend: Backend, mode: str) -> None:
 
 
 def key_of(backend: Backend) -> int:
-    """A number that stands for a backend in traced code, which Dynamo keeps no longer than it."""
+    """Return a number that stands for a backend in traced code, without keeping it alive."""
     key = _keys.get(id(backend))
     if key is None:  # backends need not be hashable
         key = _keys[id(backend)] = next(_numbers)
@@ -127,12 +122,12 @@ def key_of(backend: Backend) -> int:
 
 
 def backend_of(key: int) -> Backend:
-    """The backend that ``key_of`` gave this number."""
+    """Return the backend with this number."""
     return _backends[key]
 
 
 def mode_of(backend: Backend) -> str:
-    """The declared mode of a backend, or of the one that torch.compile has put into its own."""
+    """Return the mode of a backend, or of the backend inside torch.compile's wrapper."""
     inner = getattr(backend, "compiler_fn", backend)
     return str(getattr(inner, _MODE_ATTRIBUTE, HOOKS_MODE))
 
@@ -143,7 +138,7 @@ _called_in: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_first_call(name: str) -> bool:
-    """Whether the trace that runs now asks for the first time with this unit's name."""
+    """Whether the current trace reaches this unit for the first time."""
     names = _called_in.setdefault(TracingContext.get(), set())
     is_first = name not in names
     names.add(name)
@@ -151,7 +146,7 @@ def is_first_call(name: str) -> bool:
 
 
 def number_of_body() -> int:
-    """A number of the body that is traced now: the graph's own, or that of an operator in it."""
+    """Return a number of the body that is traced now: the graph's own, or an operator's."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     translator: Any = InstructionTranslator.current_tx()
@@ -159,7 +154,7 @@ def number_of_body() -> int:
 
 
 def made_to_require_grad() -> bool:
-    """Whether the traced code so far has called ``requires_grad_()`` on an intermediate tensor."""
+    """Whether the trace so far has called ``requires_grad_()`` on an intermediate tensor."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output: Any = InstructionTranslator.current_tx().output
@@ -169,13 +164,13 @@ def made_to_require_grad() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def traced_mode() -> tuple[str, int]:
-    """The mode of the trace that runs now, and the number of its backend.
+    """Return the mode of the current trace, and the number of its backend.
 
-    A nested unit whose own call is the frame that is compiled is no leaf of a graph: the graph
-    around it ended at this call, which takes what no node can (a dataclass, say).
+    A nested unit whose own call is the compiled frame is no leaf: the graph around it ended at this
+    call, which has an argument that no node can take (a dataclass, say).
 
     Raises:
-        CompileRefusedError: for ``fullgraph=True`` with a backend that knows nothing of units, or
+        CompileRefusedError: for ``fullgraph=True`` with a backend that does not know units, and for
             ``torch.export``.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -201,10 +196,9 @@ def traced_mode() -> tuple[str, int]:
 
 
 def _refuse_bodies_of_operators(tracer: Any) -> None:
-    """Raise inside an operator's body; those of activation checkpointing become part of the graph.
+    """Raise if a unit is called in an operator's body, which may run any number of times.
 
-    Raises:
-        CompileRefusedError: a unit is called there.
+    Bodies of activation checkpointing are allowed: they become part of the graph.
     """
     while tracer.parent is not None:
         operator = tracer.source_target
@@ -220,7 +214,7 @@ def _refuse_bodies_of_operators(tracer: Any) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_without_orig_params() -> None:
-    """Raise for a wrapper made with ``use_orig_params=False`` that is about to be compiled."""
+    """Raise for a wrapper with ``use_orig_params=False``."""
     raise CompileRefusedError(
         "FullyShardedDataParallel: expected use_orig_params=True under torch.compile, got "
         "use_orig_params=False. Leave the argument out: the compiler must see the original "
@@ -230,7 +224,7 @@ def refuse_without_orig_params() -> None:
 
 
 def active_backend_key() -> int:
-    """The number of the backend around the calling frame, or ``NO_BACKEND``."""
+    """Return the number of the backend of the calling frame, or ``NO_BACKEND``."""
     callback = get_eval_frame_callback()
     if not callable(callback):
         return NO_BACKEND
@@ -238,7 +232,7 @@ def active_backend_key() -> int:
 
 
 def is_graph_mode_active() -> bool:
-    """Whether the backend around the calling frame compiles whole graphs."""
+    """Whether the backend of the calling frame compiles whole graphs."""
     key = active_backend_key()
     return key != NO_BACKEND and mode_of(backend_of(key)) == GRAPH_MODE
 
@@ -246,7 +240,8 @@ def is_graph_mode_active() -> bool:
 def compile_with(backend: Backend, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a callable with exactly this backend object; graph breaks are allowed.
 
-    Dynamo keeps every backend until its reset; one that it meets here first goes with ``compiled``.
+    Dynamo keeps every backend until its reset. A backend that is new to it is removed again, and
+    lives as long as ``compiled``.
     """
     with _not_kept():
         compiled: Callable[..., Any] = torch._dynamo.optimize(backend=backend)(fn)  # type: ignore[no-untyped-call]
@@ -255,7 +250,7 @@ def compile_with(backend: Backend, fn: Callable[..., Any]) -> Callable[..., Any]
 
 @contextmanager
 def _not_kept() -> Iterator[None]:
-    """Let Dynamo forget the backends again that it meets first in the context."""
+    """Let Dynamo forget the backends that it first sees in the context."""
     before = set(cached_backends)
     try:
         yield
@@ -265,9 +260,9 @@ def _not_kept() -> Iterator[None]:
 
 
 def compiled_parts(model: torch.nn.Module) -> tuple[torch.nn.Module, Backend | None, bool]:
-    """Model, backend and ``fullgraph`` of a result of ``torch.compile``.
+    """Return model, backend and ``fullgraph`` of a result of ``torch.compile``.
 
-    For a model that is not compiled the backend is ``None``.
+    The backend of a model that is not compiled is ``None``.
     """
     if not isinstance(model, OptimizedModule):
         return model, None, False
@@ -278,13 +273,13 @@ def compiled_parts(model: torch.nn.Module) -> tuple[torch.nn.Module, Backend | N
 def compile_again(
     backend: Any, fn: Callable[..., Any], fullgraph: bool, options: Any = None
 ) -> Callable[..., Any]:
-    """Compile a callable as another was compiled.
+    """Compile a callable as another one was compiled.
 
     Args:
-        backend: the object that ``compiled_parts`` gave, or another one.
-        fn: what to compile.
+        backend: from ``compiled_parts``, or another backend.
+        fn: the callable.
         fullgraph: whether a graph break is an error.
-        options: what the backend is called with.
+        options: options of the backend.
     """
     dynamic = getattr(backend, "dynamic", None)
     compiled: Callable[..., Any]
@@ -302,15 +297,10 @@ def compile_again(
 def compiled_as_one_graph(
     model: OptimizedModule, body: Callable[..., Any], shapes: _Shapes
 ) -> Callable[..., Any] | None:
-    """The body of a unit, compiled as ``torch.compile(module, fullgraph=True)`` has asked for.
+    """Return a unit's body compiled as ``torch.compile(module, fullgraph=True)`` requires.
 
-    Hooks cannot be in a whole graph of a backend that knows nothing of units: they run around it.
+    Hooks cannot be in a whole graph of a backend that does not know units, so they run around it.
     ``None`` for other modules, whose hooks run inside.
-
-    Args:
-        model: the compiled module.
-        body: see ``entry_of``.
-        shapes: see ``entry_of``.
     """
     _, backend, fullgraph = compiled_parts(model)
     if backend is None or not fullgraph or mode_of(backend) != HOOKS_MODE:
@@ -319,11 +309,11 @@ def compiled_as_one_graph(
 
 
 def with_own_code(fn: Any) -> Any:
-    """A copy of a function whose code object is its own.
+    """Copy a function together with its code object.
 
-    Dynamo keeps compiled code, and counts recompiles, by code object: all models of a process
-    would share the few entries of the one that they all run through. Those of the copy go with it;
-    by themselves they would stay, as they hold its code object out of the collector's sight.
+    Dynamo keeps compiled code, and counts recompiles, by code object. Without copies, all models of
+    a process would share the few entries of a function that all of them call. The copy's entries
+    are dropped with it: they hold its code object where the garbage collector cannot see it.
     """
     copy = FunctionType(
         fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
@@ -334,7 +324,7 @@ def with_own_code(fn: Any) -> Any:
 
 
 def never_compiled_itself(fn: Function) -> Function:
-    """Let Dynamo compile the frames below a function, and never the function's own.
+    """Let Dynamo skip a function's own frame, but compile the frames below it.
 
     A trace that begins further out goes through the function as through any other.
     """
@@ -344,17 +334,18 @@ def never_compiled_itself(fn: Function) -> Function:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def guarded(*constants: object) -> None:
-    """Let the code that is traced be guarded by constants: by what it passes on here.
+    """Let Dynamo guard constants.
 
-    Those that are only read are not, as Dynamo looks at them when they are used.
+    Dynamo guards arguments of such a function, whereas values that are only read are guarded when
+    used.
     """
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def changes_python_state() -> bool:
-    """Whether the code traced so far has changed objects that were there before.
+    """Whether the code traced so far has changed objects that existed before.
 
-    Dynamo writes such changes down, and makes them only when its graph has run.
+    Dynamo postpones such changes until its graph has run.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
@@ -368,14 +359,14 @@ def changes_python_state() -> bool:
 
 
 _codes: WeakKeyDictionary[Any, dict[_Shapes, CodeType | None]] = WeakKeyDictionary()
-"""By forward function and shapes of parameters, the code of the frame in between, if any."""
+"""Code of the frame in between (``None``: no such frame), by forward and parameter shapes."""
 _codes_apart: dict[int, dict[Any, dict[_Shapes, CodeType | None]]] = {}
-"""Codes of backends that compile into code of their own, by the backends' ids."""
+"""``_codes`` of the backends within ``codes_apart``, by id of the backend."""
 
 
 @contextmanager
 def codes_apart(backend: Backend) -> Iterator[None]:
-    """While open, modules that are compiled with a backend share no code with other backends'."""
+    """While open, modules compiled with this backend share no code with those of other backends."""
     _codes_apart[id(backend)] = {}
     try:
         yield
@@ -392,13 +383,13 @@ def is_skipped(fn: Callable[..., Any]) -> bool:
 
 @contextmanager
 def forgotten_code() -> Iterator[None]:
-    """Drop all compiled code of the functions that Dynamo compiles in the context."""
+    """Drop on exit the compiled code of all functions that Dynamo compiled in the context."""
     compiled: list[CodeType] = []
 
-    def note(code: CodeType, new_code: CodeType) -> None:
+    def record(code: CodeType, new_code: CodeType) -> None:
         compiled.append(code)
 
-    handle = torch._dynamo.convert_frame.register_bytecode_hook(note)
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(record)
     try:
         yield
     finally:
@@ -410,17 +401,17 @@ def forgotten_code() -> Iterator[None]:
 def entry_of(
     body: Callable[..., Any], shapes: _Shapes | None, backend: Backend | None = None
 ) -> Callable[..., Any]:
-    """The callable to compile for a module, whose frame Dynamo compiles.
+    """Return the callable to compile for a module.
 
-    Dynamo never compiles the frames of ``torch.nn`` itself: its modules get a frame in between. So
-    do modules of other shapes than the first ones of their class. (In one frame Dynamo would take
-    the sizes for dynamic: with window attention, minutes for what takes seconds.)
+    Dynamo never compiles the frames of ``torch.nn`` itself, so its modules get a frame in between.
+    So do modules with other shapes than the first ones of their class: in one frame, Dynamo would
+    make the sizes dynamic. (With window attention, that takes minutes in place of seconds.)
 
     Args:
         body: the module, or its bound ``_call_impl``.
-        shapes: of its parameters; modules of one class and equal shapes share their compiled code.
-            ``None``: it shares with none.
-        backend: which compiles it, if that may be within ``codes_apart``.
+        shapes: shapes of its parameters. Modules of one class and equal shapes share compiled code;
+            ``None``: no sharing.
+        backend: backend that compiles the module, if it may be within ``codes_apart``.
     """
     is_module = isinstance(body, torch.nn.Module)
     module: Any = body if is_module else body.__self__  # type: ignore[attr-defined]
@@ -435,7 +426,7 @@ def entry_of(
     codes = (_codes if apart is None else apart).setdefault(type(module).forward, {})
     if shapes not in codes:
         is_first = apart is None and not codes and not is_skipped(module.forward)
-        # By the name, too, Dynamo looks up which sizes have changed.
+        # Another name: Dynamo also records by function name which sizes have changed.
         name = f"{type(module).__name__}_{len(codes)}"
         codes[shapes] = None if is_first else call.__code__.replace(co_name=name)
     code = codes[shapes]
@@ -452,7 +443,7 @@ def ends_with_a_break(gm: torch.fx.GraphModule) -> bool:
 
 
 def cannot_capture(what: str, fix: str) -> NoReturn:
-    """Break the graph that is being traced: what runs here runs between compiled graphs."""
+    """Break the graph that is traced: the current call runs between two graphs."""
     from torch._dynamo.exc import unimplemented
 
     unimplemented(
@@ -465,14 +456,14 @@ def cannot_capture(what: str, fix: str) -> NoReturn:
 
 @contextmanager
 def one_schema_a_region() -> Iterator[None]:
-    """While open, a region's schema is found once a body and kind of operands, not once a call."""
+    """While open, find a region's schema once for each body and kinds of operands."""
     operator: Any = torch.ops.higher_order.invoke_subgraph
     find = operator.gen_schema
     known: dict[Any, tuple[Any, Any]] = {}
 
     def find_once(subgraph: Any, identifier: Any, *operands: Any) -> Any:
         key = (id(subgraph), identifier, *map(type, operands))
-        if key not in known:  # the subgraph is kept too, so that its id stays its own
+        if key not in known:  # keep the subgraph alive: its id must not be reused
             known[key] = (find(subgraph, identifier, *operands), subgraph)
         return known[key][0]
 
@@ -504,14 +495,14 @@ OptimizedModule._load_from_state_dict = _load_plain_names  # type: ignore[method
 
 @contextmanager
 def nothing_donated() -> Iterator[None]:
-    """Let no backward of what is compiled inside write into what its forward has saved.
+    """Compile backwards that never overwrite what their forward has saved.
 
     AOTAutograd numbers the saved tensors that nothing else reads, and Inductor reuses their memory.
-    It takes the numbers from the tracing context, which is that of the whole graph: those of one
-    segment or stretch are, in another one, a parameter or a buffer. With AOTAutograd's setting
-    ``donated_buffer`` off, a backward would refuse to be retained: so it finds nothing to donate.
-    Saved-tensor hooks that are graphs would then apply to nothing by AOTAutograd's default, which
-    is what is donated; so they apply to all that is saved, as in eager.
+    The numbers are in the tracing context of the whole graph. In a segment or stretch the same
+    numbers may mean a parameter or a buffer. (Code compiled with ``donated_buffer`` off refuses
+    retained backwards once the setting is back.) By default, saved-tensor hooks that are graphs
+    apply to donated tensors only. Nothing is donated here, so they apply to all saved tensors, as
+    in eager mode.
     """
     mode = torch._functorch.config.saved_tensors_hooks_filtering_mode
     with (
@@ -527,8 +518,61 @@ def _none_found(*_: Any) -> list[int]:
     return []
 
 
+# -- kernel builds ---------------------------------------------------------------------------------
+# Builds of Inductor's C++ kernels, put off so that many kernels share one file.
+
+
+Kernel = tuple[CppBuilder, "Future[None]"]
+"""A kernel to build, and the future to complete once its library is there or Inductor is to try."""
+
+
+@dataclass(frozen=True)
+class PutOffBuilds:
+    """Builds of kernels, and the waits for them, that Inductor has asked for."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    waits: list[Callable[[], None]] = field(default_factory=list)
+
+
+@contextmanager
+def builds_put_off() -> Iterator[PutOffBuilds]:
+    """Collect the builds of kernels and the waits for them while open.
+
+    Inductor starts a compiler for each kernel (0.6 s before its first line) and waits for it before
+    the next graph: a cold compile of a decoder takes 1.7 times as long. Builds of other threads go
+    on as usual. After an error, the kernels are left to Inductor.
+    """
+    wait, submit, thread = AsyncCompile.wait, AsyncCompile.submit, threading.get_ident()
+    found = PutOffBuilds()
+
+    def wait_later(builds: AsyncCompile, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            found.waits.append(partial(wait, builds, scope))
+        else:
+            wait(builds, scope)
+
+    def submit_later(task: Callable[..., Any]) -> Any:
+        is_kernel = isinstance(task, partial) and task.func is _worker_compile_cpp
+        builders: Sequence[CppBuilder] = task.args[1] if is_kernel else ()  # type: ignore[attr-defined]
+        if len(builders) != 1 or threading.get_ident() != thread:
+            return submit(task)
+        built: Future[None] = Future()
+        found.kernels.append((builders[0], built))
+        return built
+
+    with (
+        patch.object(AsyncCompile, "wait", wait_later),
+        patch.object(AsyncCompile, "submit", staticmethod(submit_later)),
+    ):
+        try:
+            yield found
+        except BaseException:
+            for _, built in found.kernels:
+                built.set_result(None)
+            raise
+
+
 # -- garbage ---------------------------------------------------------------------------------------
-# Garbage collection while a graph is traced and compiled.
 
 
 _THRESHOLDS = (50_000, 50, 100)
@@ -536,11 +580,10 @@ _THRESHOLDS = (50_000, 50, 100)
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Let Python look for garbage seldom.
+    """Let Python's garbage collector run seldom while a graph is traced and compiled.
 
-    Tracing and compiling make a graph of objects of which nearly all stay, and a full collection
-    visits each of them: with 64 blocks that took 1.5 s. Thresholds that are higher already stay,
-    and so does a collector that is off.
+    Nearly all objects made there stay, and every full collection visits them: 1.5 s with 64 blocks.
+    Higher thresholds of the user are kept, and so is a disabled collector.
     """
     before = gc.get_threshold()
     if before[0] == 0:
@@ -554,31 +597,31 @@ def collected_seldom() -> Iterator[None]:
 
 
 # -- transforms ------------------------------------------------------------------------------------
-# ``torch.func``'s transforms around a unit: its collectives, views and hooks are outside of them.
+# ``torch.func``'s transforms around a unit. Collectives, views and hooks stay outside of them.
 #
-# Inside, new tensors are wrappers without memory that could be sent, and hooks would be on
-# wrappers that an outer backward never sees.
+# Inside, new tensors are wrappers without memory to send, and hooks would be on wrappers that an
+# outer backward never sees.
 
 
 _NOTHING = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Leave all transforms that are active while open."""
+    """Leave all active transforms while open."""
     if _functorch.peek_interpreter_stack() is None:
         return _NOTHING
     return temporarily_clear_interpreter_stack()
 
 
 def is_in_reverse_mode() -> bool:
-    """Whether ``torch.func.grad``, ``vjp`` or ``jacrev`` is active, whose backward is its own."""
+    """Whether ``torch.func.grad``, ``vjp`` or ``jacrev`` is active; they run their own backward."""
     return _functorch.peek_interpreter_stack() is not None and any(
         one.key() == TransformType.Grad for one in retrieve_all_functorch_interpreters()
     )
 
 
 def below_transforms(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of the outer graph that a tensor consists of: its value, and a tangent in ``jvp``."""
+    """Return what a tensor is made of below all transforms: its value, and in ``jvp`` a tangent."""
     top = _functorch.peek_interpreter_stack()
     if top is None or not _functorch.is_functorch_wrapped_tensor(tensor):
         return [tensor]

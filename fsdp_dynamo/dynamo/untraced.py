@@ -1,4 +1,4 @@
-"""Code that Dynamo must not trace, also where it is called from a function that is compiled."""
+"""Code that Dynamo must not trace, even if a compiled function calls it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BY_AUTOGRAD = "what autograd calls runs eagerly"
-"""Where a compiled function calls ``backward()``, Dynamo sees the Python that the engine calls."""
+"""Dynamo would trace the Python that the engine calls if compiled code calls ``backward()``."""
 UNDER_LOCK = "Dynamo calls this under a lock, for which it would wait while it traces it"
 
 
 def untraced(reason: str) -> Callable[[Function], Function]:
     """Decorate a function that runs eagerly, with all that it calls.
 
-    Args:
-        reason: what Dynamo says where the function breaks a graph.
+    ``reason`` is what Dynamo reports where the function breaks a graph.
     """
 
     def decorate(function: Function) -> Function:

@@ -1,8 +1,8 @@
 """Backends of graph mode: ``"fsdp_dynamo"`` (Inductor) and ``"fsdp_dynamo_aot_eager"``.
 
-Both partition the joint graph with functorch's min-cut partitioner under our recompute tags,
-run the pass pipeline over forward and backward, and lower the collectives.
-``route_gradients`` around the result leads the shards' gradients to the original parameters.
+Both partition the joint graph with functorch's min-cut partitioner under our recompute tags, run
+the pass pipeline over forward and backward, and lower the collectives. ``route_gradients`` wraps
+the result, so that gradients of the shards reach the original parameters.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from fsdp_dynamo.dynamo.private_api import (
     nothing_donated,
     one_schema_a_region,
 )
-from fsdp_dynamo.graph_mode import operators
-from fsdp_dynamo.graph_mode.calibration import best_probed
 from fsdp_dynamo.graph_mode.compile_cache import (
     compile_once,
     graph_key,
@@ -49,16 +47,18 @@ from fsdp_dynamo.graph_mode.inductor import (
     keeps_graphs,
     mode_settings,
     users_settings,
+    vectorization,
 )
-from fsdp_dynamo.graph_mode.lowering import lower_to_functions
+from fsdp_dynamo.graph_mode.lowering import bind, lower_to_functions
+from fsdp_dynamo.graph_mode.operators import GraphOperators
 from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.planning import (
     live_bytes_node_by_node,
     live_bytes_of_generated,
-    note_compiled_alone,
     planner_for,
+    record_compiled_alone,
 )
-from fsdp_dynamo.graph_mode.program import loaded_programs
+from fsdp_dynamo.graph_mode.program import loading
 from fsdp_dynamo.graph_mode.stretch_compiler import Partitioner, StretchCompiler
 from fsdp_dynamo.graph_mode.trace import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_mode.traced_unit import copy_shared_inputs
@@ -73,12 +73,16 @@ _log = logging.getLogger(__name__)
 
 
 def _run_node_by_node(
-    pipeline: Pipeline, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    pipeline: Pipeline,
+    operators: GraphOperators,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     pipeline.run(gm.graph)
     lower_to_functions(gm.graph)
     artifacts.emit_graph(gm.graph, "lowered")
-    gm.graph.set_codegen(_BoxedCodeGen())  # takes a list and empties it: saved tensors die early
+    bind(gm.graph, operators)
+    gm.graph.set_codegen(_BoxedCodeGen())  # empties its list of inputs: saved tensors die early
     gm.recompile()
     forward = gm.forward
 
@@ -97,7 +101,7 @@ Options = Mapping[str, Any] | None
 
 
 def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
-    """Read the options; unshard units once, and make equal bodies regions if the user wants it."""
+    """Parse the options, share unshards, and make equal unit bodies regions."""
     announce_this_compilation()
     warn_if_the_graph_breaks(gm)
     parsed = GraphOptions.parse(options)
@@ -107,12 +111,12 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     if parsed.regions:
         report = outline_regions(gm)
         _log.info("%s", report.text())
-        note_compiled_alone(report.left)
+        record_compiled_alone(report.left)
     return parsed
 
 
 def _pipeline(passes: Sequence[GraphPass]) -> Pipeline:
-    """A pipeline that writes down every graph at every stage, and first what the stages are."""
+    """Return a pipeline that emits every graph at every stage as an artifact."""
     pipeline = Pipeline(passes, artifacts.emit_graph)
     artifacts.emit_stages(pipeline.stages())
     return pipeline
@@ -124,7 +128,7 @@ def fsdp_dynamo_aot_eager(
     options: Options = None,
     mode: str | None = None,
 ) -> Any:
-    """Backend: the whole step's graphs, scheduled, run node by node.
+    """Backend that schedules the whole step's graphs and runs them node by node.
 
     ``options`` are the fields of ``graph_mode.options.GraphOptions``; ``mode`` is the default.
     """
@@ -133,7 +137,8 @@ def fsdp_dynamo_aot_eager(
     users_settings(parsed, is_used=False)
     planner = planner_for(gm, parsed, live_bytes_node_by_node)
     passes = default_passes(planner, True, parsed.passes, parsed.left_out)
-    compiler = partial(_run_node_by_node, _pipeline(passes))
+    operators = GraphOperators()
+    compiler = partial(_run_node_by_node, _pipeline(passes), operators)
     compile_ = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
@@ -141,34 +146,32 @@ def fsdp_dynamo_aot_eager(
         partition_fn=Partitioner(planner, parsed.selective_unshard),
     )
     with one_schema_a_region(), nothing_donated(), collected_seldom():
-        return route_gradients(compile_(gm, example_inputs))
+        return route_gradients(compile_(gm, example_inputs), operators)
 
 
-def _planned_alike(planner: Planner, compile_: Callable[[], Any]) -> Any:
-    """Compile, and once more where code came from a cache that was planned otherwise."""
-    with loaded_programs() as programs:
+def _planned_alike(planner: Planner, operators: GraphOperators, compile_: Callable[[], Any]) -> Any:
+    """Compile; compile again if cached code has another plan than the ranks of this run follow."""
+    with loading(operators) as programs:
         compiled = compile_()
-    plans = [program.plan for program in programs if program.plan is not None]
-    if planner.agree is None or planner.agree.are_followed(plans):
-        return compiled
-    planner.last = None  # keys of caches hold the planner
-    return compile_()
+        plans = [program.plan for program in programs if program.plan is not None]
+        if planner.agree is None or planner.agree.are_followed(plans):
+            return compiled
+        planner.last = None  # it must not differ between ranks: cache keys contain the planner
+        return compile_()
 
 
 def _inductor_alone(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-    """Backend of what is no part of a step's graphs."""
     from torch._inductor.compile_fx import compile_fx
 
-    with best_probed():
-        return compile_fx(gm, example_inputs)
+    return compile_fx(gm, example_inputs, config_patches=vectorization())
 
 
 _SETTINGS = {
-    # Dynamo's graph holds all of a user's Function that it has traced: it is key enough.
+    # A traced autograd.Function of the user's is entirely in Dynamo's graph, hence in its key.
     "autograd_cache_allow_custom_autograd_functions": True,
-    # The cache keeps what the compiler returns, a program, and not a key of Inductor's cache.
+    # The cache stores the Program itself, not a key into Inductor's cache.
     "bundled_autograd_cache": True,
-    # These settings, and the lock of the one that compiles, hold while the backend runs.
+    # Compile the backward now: while these settings are in force and other processes wait.
     "force_non_lazy_backward_lowering": True,
 }
 
@@ -179,7 +182,7 @@ def fsdp_dynamo(
     options: Options = None,
     mode: str | None = None,
 ) -> Any:
-    """Backend: the whole step's graphs, scheduled, compiled by Inductor.
+    """Backend that schedules the whole step's graphs and compiles them with Inductor.
 
     ``options`` are the fields of ``graph_mode.options.GraphOptions``, and Inductor's; ``mode`` is
     ``"max-autotune-no-cudagraphs"``, or ``"default"``.
@@ -200,23 +203,25 @@ def fsdp_dynamo(
     compiler = StretchCompiler(pipeline, planner, compile_fx_inner)
 
     def compile_() -> Any:
-        config = settings | inductor_settings(partitioner, pipeline, marks)
+        config = vectorization() | settings | inductor_settings(partitioner, pipeline, marks)
         key = None
-        if keeps_graphs(config) and not parsed.passes:  # a user's pass may wait for other ranks
+        # A user's pass may wait for other ranks, which must not wait for this rank's code.
+        if keeps_graphs(config) and not parsed.passes:
             parts = (marks, partitioner.uuid(), pipeline.cache_key(), repr(settings))
             key = graph_key(gm, example_inputs, *parts)
 
         def run() -> Any:
-            with best_probed(), built_together(example_inputs):
+            with built_together(example_inputs):
                 return compile_fx(gm, example_inputs, compiler, config_patches=config)
 
         return compile_once(key, run)
 
+    operators = GraphOperators()
     settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
     telling = told("compiling the graph")
     once = one_schema_a_region()
     with once, settings_of_autograd, nothing_donated(), collected_seldom(), telling:
-        return route_gradients(_planned_alike(planner, compile_))
+        return route_gradients(_planned_alike(planner, operators, compile_), operators)
 
 
 for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):
@@ -226,20 +231,15 @@ announce_compilations()
 
 
 # -- progress --------------------------------------------------------------------------------------
-# Lines on stderr about what takes long: half a minute of silence looks like a hang.
+# Progress on stderr: half a minute of silence looks like a hang.
 
 
 _AFTER_S = 5.0
-"""Seconds below which nothing is told."""
 
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Tell what is being done if it takes long, and when it has ended; on rank 0.
-
-    Args:
-        what: is being done, with the verb first: ``"compiling the backward"``.
-    """
+    """Report on rank 0 that work (``"compiling the backward"``) takes long, and when it ends."""
     if dist.is_initialized() and dist.get_rank() != 0:
         yield
         return

@@ -1,10 +1,10 @@
-"""Measured once: how fast a group's link is, and how fast its first rank computes.
+"""Measured rates of a group's link and of the device that computes.
 
-The numbers decide where collectives go. They are rounded, and kept beside Inductor's compile cache,
-so that the next start of the same job finds the same numbers and with them its compiled code.
+They decide where collectives are placed. They are rounded and kept beside Inductor's compile cache,
+so that the next start of a job finds the same rates and, with them, its compiled code.
 
-Where the processor also moves the bytes (CPU tensors), its rate is measured while a gather is under
-way: that is when it computes in a step whose collectives are hidden. It may be a third lower.
+On CPUs, where the processor also moves the bytes, its rate is measured while a gather is in flight.
+That is the situation in a step with hidden collectives, and the rate can be a third lower.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import math
 import os
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._inductor import cpu_vec_isa
 
 from fsdp_dynamo.comm import collectives, wire_codec, wire_kernels
 from fsdp_dynamo.graph_mode.compile_cache import own_file
@@ -35,25 +33,22 @@ from graph_passes.wire_format import WireFormat
 
 _SMALL_NUMEL = 256
 _LARGE_BYTES = 1 << 24
-"""Bytes that a rank receives: enough that neither bursts nor latency matter much."""
+"""Bytes that a rank receives, enough to outweigh bursts and latency."""
 _DEVICE_NUMEL = 1 << 27
-"""Elements of what a device encodes: units are as large, and small ones measure launches."""
+"""Elements to encode on an accelerator. Units are that large, and fewer measure launches."""
 _REPEATS = 5
 _IN_A_ROW = 4
 _MANY = 50
 _PLACES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FSDP_DYNAMO_PLACE")
 _MEASURE = "measure"
 _DTYPES = (torch.bfloat16, torch.float16)
-"""In which products are measured besides float32: an accelerator may be ten times as fast there."""
+"""Dtypes besides float32 in which products are measured; accelerators can be ten times as fast."""
 
 
 def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[str, Any]]:
-    """``{"link": {...}, "device": {...}}``, the same numbers on all ranks of a group.
+    """Return rates ``{"link": {...}, "device": {...}}``, the same on all ranks of a group.
 
-    Every rank of the group must call it.
-
-    Raises:
-        DivergenceError: a rank has not come.
+    Every rank of the group must call this. Raises ``DivergenceError`` if one does not.
     """
 
     def measure() -> _Rates:
@@ -66,17 +61,10 @@ def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[s
 def measured_formats(
     group: dist.ProcessGroup, device: torch.device, formats: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """``{"encode_bytes_per_ms": {...}, "decode_bytes_per_ms": {...}}`` by format, as ``measured``.
+    """Return ``{"encode_bytes_per_ms": {...}, "decode_bytes_per_ms": {...}}`` by wire format.
 
-    They are measured with the kernels that the step will run, compiled or not.
-
-    Args:
-        group: the ranks, all of which must call it.
-        device: of the tensors.
-        formats: ``WireFormat.encode`` of each.
-
-    Raises:
-        DivergenceError: a rank has not come.
+    They are measured with the kernels that the step will run, compiled or not. Every rank of the
+    group must call this.
     """
 
     def measure() -> _Rates:
@@ -98,7 +86,7 @@ _Rates = dict[str, dict[str, Any]]
 def _known_or(
     measure: Callable[[], _Rates], names: set[str], group: dist.ProcessGroup, path: Path, what: str
 ) -> _Rates:
-    """Rates in the first rank's file, or those that all ranks measure and it then writes."""
+    """Return the rates in the first rank's file; if it is missing, measure and write it."""
 
     def known() -> str:
         with suppress(OSError, ValueError, TypeError):
@@ -149,12 +137,11 @@ def _path_of(group: dist.ProcessGroup, device: torch.device, *more: str) -> Path
 
 
 def _milliseconds(action: Callable[[], Any], device: torch.device) -> float:
-    """Median of some repeats."""
     return statistics.median(_times(action, device, _REPEATS))
 
 
 def _times(action: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """Milliseconds of every repeat, after one that does not count."""
+    """Return the milliseconds of every repeat after a warm-up."""
     times = []
     for _ in range(repeats + 1):
         _synchronize(device)
@@ -171,16 +158,15 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _large_gather(group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Output and shard of a gather that brings about ``_LARGE_BYTES`` to each rank."""
     numel = max(_SMALL_NUMEL, _LARGE_BYTES // 4 // max(1, group.size() - 1))
     return torch.empty(numel * group.size(), device=device), torch.zeros(numel, device=device)
 
 
 def _measure_link(group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    """Latency from a small all-gather, rate from a large one."""
+    """Measure the latency with small all-gathers, the rate with large ones."""
     small = torch.zeros(_SMALL_NUMEL, device=device)
     all_small = torch.empty(_SMALL_NUMEL * group.size(), device=device)
-    # The least of many: a busy machine (compilers start up) lengthens most of them a lot.
+    # The minimum: on a busy machine (compilers starting up) most repeats take much longer.
     latency_ms = min(_times(lambda: collectives.all_gather(all_small, small, group), device, _MANY))
     output, shard = _large_gather(group, device)
     large_ms = _milliseconds(lambda: collectives.all_gather(output, shard, group), device)
@@ -190,19 +176,20 @@ def _measure_link(group: dist.ProcessGroup, device: torch.device) -> dict[str, f
 
 
 def _measure_device(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """Rates of matrix products and of an addition."""
+    """Measure the rates of matrix products and of an addition."""
     width = 512 if device.type == "cpu" else 4096
     large = torch.zeros(width * width * 16, device=device)
     added_ms = _loaded_ms(lambda: large.add_(1.0), group, device)
 
     def flops_per_ms(dtype: torch.dtype, width: int) -> float:
-        one = torch.ones(width, width, dtype=dtype, device=device)  # random ones are the user's
+        # Not random: the state of the generators belongs to the user.
+        one = torch.ones(width, width, dtype=dtype, device=device)
         return _rounded(2 * width**3 / _loaded_ms(lambda: one @ one, group, device))
 
     return {
         "flops_per_ms": flops_per_ms(torch.float32, width),
         "bytes_per_ms": _rounded(2 * large.nbytes / added_ms),
-        "flops_by_dtype": {  # smaller: a CPU without instructions for it takes 100 times as long
+        "flops_by_dtype": {  # smaller: CPUs without instructions for a dtype are 100 times slower
             str(one).removeprefix("torch."): flops_per_ms(one, width // 2) for one in _DTYPES
         },
     }
@@ -211,14 +198,14 @@ def _measure_device(group: dist.ProcessGroup, device: torch.device) -> dict[str,
 def _measure_coding(
     text: str, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[float, float]:
-    """Bytes read and written in a millisecond of encoding, and of decoding."""
+    """Return the bytes read and written per millisecond of encoding, and of decoding."""
     wire = WireFormat.decode(text)
-    assert wire is not None  # an empty text is no format
+    assert wire is not None  # formats are never ""
     numel = _LARGE_BYTES // 4 if device.type == "cpu" else _DEVICE_NUMEL
-    values = torch.ones(numel, device=device)  # random ones are the user's
+    values = torch.ones(numel, device=device)
     output = torch.empty_like(values)
     with wire_kernels.noise_unchanged():
-        # And once more below, where nothing is compiled.
+        # The first call compiles the kernels; the repeats below are measured.
         sent = wire_codec.encode(values, 1, wire)
         wire_codec.decode(output, sent, 1, wire)
         encode_ms = _loaded_ms(lambda: wire_codec.encode(values, 1, wire), group, device)
@@ -228,9 +215,9 @@ def _measure_coding(
 
 
 def _loaded_ms(action: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Median of some repeats; of the processor, while it also serves a gather.
+    """Return the median time of an action; on a CPU, while a gather is in flight.
 
-    A device does several in a row, so that it is not the host's time for a launch.
+    An accelerator runs several in a row, so that the host's launch time does not count.
     """
     if device.type != "cpu":
         return _milliseconds(lambda: [action() for _ in range(_IN_A_ROW)], device) / _IN_A_ROW
@@ -241,62 +228,6 @@ def _loaded_ms(action: Callable[[], Any], group: dist.ProcessGroup, device: torc
 
 
 def _rounded(number: float) -> float:
-    """To two digits: more would only say how busy the machine was."""
+    """Round to two digits: more would only reflect how busy the machine was."""
     digits = 1 - math.floor(math.log10(abs(number)))
     return round(number, digits)
-
-
-# -- processor probes ------------------------------------------------------------------------------
-# Inductor's probes of the processor: only as far as needed, and once for a cache folder.
-
-
-@contextmanager
-def best_probed() -> Iterator[None]:
-    """While open, Inductor probes instruction sets, best first, until one works.
-
-    By itself it probes all that the processor has, and takes the best of them: on one with AVX-512
-    that is three compilations of 2 to 3 s for one answer. Where the user asks for another set all
-    are probed, and where there are no probes nothing changes: beyond Linux on x86.
-
-    What a probe has compiled was also loaded by a process of its own, in every start. Here that is
-    done once for each folder of the cache.
-    """
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        yield
-        return
-    probe_all, check_build = cpu_vec_isa.valid_vec_isa_list, cpu_vec_isa.VecISA.check_build
-
-    def probe() -> list[cpu_vec_isa.VecISA]:
-        if torch._inductor.config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ:
-            return probe_all()
-        flags = cpu_vec_isa.x86_isa_checker()
-        known = (
-            one for one in cpu_vec_isa.supported_vec_isa_list if {*str(one).split()} <= {*flags}
-        )
-        best = next((one for one in known if one), None)  # its truth is the probe
-        return [] if best is None else [best]
-
-    def check_once(isa: cpu_vec_isa.VecISA, code: str) -> bool:
-        mark = _mark_of(isa, code)
-        if mark.exists():
-            return True
-        works: bool = check_build(isa, code)
-        if works:
-            with suppress(OSError):
-                mark.parent.mkdir(parents=True, exist_ok=True)
-                mark.touch()
-        return works
-
-    cpu_vec_isa.valid_vec_isa_list = probe  # type: ignore[assignment]
-    cpu_vec_isa.VecISA.check_build = check_once  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        cpu_vec_isa.valid_vec_isa_list = probe_all
-        cpu_vec_isa.VecISA.check_build = check_build  # type: ignore[method-assign]
-
-
-def _mark_of(isa: cpu_vec_isa.VecISA, code: str) -> Path:
-    """File that is there if the code was built and loaded, by this compiler and this torch."""
-    fingerprint = cpu_vec_isa._get_isa_dry_compile_fingerprint(isa.build_arch_flags())
-    return own_file(".probe", code, fingerprint, torch.__file__)

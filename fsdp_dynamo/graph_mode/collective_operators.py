@@ -1,8 +1,9 @@
-"""Collectives of a traced graph: one node for a unit's gather, whatever its gather plan is.
+"""Operators for the collectives of a traced graph.
 
-torch's functional all-gather would give what the ranks sent one behind the other; these give the
-parameter-major buffer of ``comm/gather_plan``. A graph that runs before it is lowered, or by
-another backend, runs them as torch's collectives and copies.
+Whatever its gather plan, a gather is one node. torch's functional all-gather returns the ranks'
+messages one after the other; these operators return the parameter-major unsharded buffer (see
+``comm/gather_plan``). Before the graph is lowered, and in other backends, they run as torch's
+functional collectives and copies.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _C10D = torch.ops._c10d_functional
 def all_gather_into_tensor(
     shard: torch.Tensor, group_size: int, group_name: str, plan: Sequence[int]
 ) -> torch.Tensor:
-    """The unsharded flat parameter ``(n * group_size,)`` of shards ``(n,)``.
+    """Return the unsharded buffer ``(n * group_size,)``.
 
     Args:
-        shard: this rank's.
+        shard: this rank's ``(n,)``.
         group_size: ranks of the group.
-        group_name: its registered name.
-        plan: the gather plan, encoded.
+        group_name: registered name of the group.
+        plan: encoded gather plan.
     """
     issued = _C10D.all_gather_into_tensor(shard, group_size, group_name)
     gathered: torch.Tensor = _C10D.wait_tensor(issued)
@@ -41,14 +42,11 @@ def all_gather_into_tensor(
 def reduce_scatter_tensor(
     grad: torch.Tensor, reduce_op: str, group_size: int, group_name: str, plan: Sequence[int]
 ) -> torch.Tensor:
-    """This rank's part ``(n,)`` of the mean of unsharded gradients ``(n * group_size,)``.
+    """Return this rank's part ``(n,)`` of the reduced gradient.
 
     Args:
-        grad: this rank's.
-        reduce_op: of torch's collective.
-        group_size: ranks of the group.
-        group_name: its registered name.
-        plan: the gather plan, encoded.
+        grad: this rank's unsharded gradient ``(n * group_size,)``.
+        reduce_op: ``"avg"``, as torch's collective names it.
     """
     message = decode(plan).all_packed.message_of(grad, group_size)
     reduced = _C10D.reduce_scatter_tensor(message, reduce_op, group_size, group_name)
@@ -67,7 +65,7 @@ def _fake_reduce_scatter(
 
 
 NAMESPACE = "fsdp_dynamo_collectives"
-"""``graph_passes`` knows collectives by it."""
+"""Namespace of these operators; ``graph_passes.graph_utils.COLLECTIVES`` has it too."""
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 for _function, _fake, _schema in (

@@ -1,13 +1,13 @@
-"""The compile cache of Inductor and AOTAutograd: a folder that can be used, and one compilation.
+"""The compile cache of Inductor and AOTAutograd: one compilation a machine, and a usable folder.
 
-Ranks of a machine share the folder, and graphs hold nothing of a rank: the first process that
-meets a graph compiles it, the others wait for it and load what it has written. They wait for a lock
-of the file system, which goes with the process that holds it, and never for long; whoever does not
-find the graph compiles it. No rank is asked anything, so ranks with other folders, or with code in
-their cache that others lack, only differ in when they are done.
+Ranks of a machine share the cache folder, and graphs contain nothing specific to a rank. The first
+process that meets a graph compiles it; the others wait and then load the result. They wait for a
+file lock, which the system releases when its holder dies, and never longer than ``_PATIENCE_S``. A
+process that then finds nothing in the cache compiles. No rank is asked anything, so ranks with
+different folders or caches only finish at different times.
 
-A folder that cannot be written (read-only, full), or whose files are damaged, would end the run. It
-is left for a temporary one, with a warning that says why.
+A folder that is read-only, full or damaged would end the run. It is replaced by a temporary folder,
+and a warning says why.
 """
 
 from __future__ import annotations
@@ -53,35 +53,27 @@ _UNWRITABLE = {
     errno.EROFS,
 }
 _PATIENCE_S = 900
-"""After this a process no longer waits for another to compile: it may have been stopped."""
+"""A process waits no longer than this for another one to compile."""
 _POLL_S = 0.05
 _MAX_SHOWN = 300
 
 _temporary: ExitStack | None = None
-"""Leaves the temporary folder of this process; ``None``: it uses the one it was given."""
+"""Temporary folder of this process; closing it restores the folder that the process was given."""
 
 
 def own_folder() -> Path:
-    """Our files in the cache's folder: measured rates, marks of probes, and locks.
-
-    Raises:
-        OSError: the cache's folder cannot be made.
-    """
+    """Return the folder of our files in the cache: measured rates and locks."""
     return Path(cache_dir()) / "fsdp_dynamo"
 
 
 def own_file(suffix: str, *what: str) -> Path:
-    """A file in ``own_folder()``: another one where one of the texts differs.
-
-    Raises:
-        OSError: as ``own_folder()``.
-    """
+    """Return the path of a file in ``own_folder()`` that is named by a digest of ``what``."""
     digest = hashlib.sha256("\n".join(what).encode()).hexdigest()[:24]
     return own_folder() / f"{digest}{suffix}"
 
 
 def require_usable_folder() -> None:
-    """Use a temporary folder if no file can be written to the cache's."""
+    """Switch to a temporary folder if no file can be written to the cache's."""
     if _temporary is not None:
         return
     try:
@@ -93,14 +85,10 @@ def require_usable_folder() -> None:
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], *parts: str) -> str:
-    """Key of a graph as Dynamo has traced it, the same on all ranks that can share its code.
+    """Return a key of Dynamo's graph, the same on all ranks that can share its code.
 
-    (Generated code names its device: ranks with ``cuda:0`` and ``cuda:1`` need not wait.)
-
-    Args:
-        gm: the graph.
-        inputs: tensors and sizes that it is traced with.
-        parts: of what compiles it.
+    Generated code names its device, so ranks on ``cuda:0`` and ``cuda:1`` have different keys.
+    ``parts`` are what else the compilation depends on.
     """
     shown = [
         f"{tuple(one.shape)} {one.dtype} {one.device}"
@@ -114,15 +102,12 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], *parts: str) -> str:
 
 
 def compile_once(key: str | None, compile_: Callable[[], Result]) -> Result:
-    """Compile a graph, or let a process that shares the cache do so first.
+    """Compile a graph, or let another process that shares the cache compile it first.
 
     Args:
-        key: of the graph, from ``graph_key``; ``None``: every process compiles.
-        compile_: compiles, or loads from the cache. It must wait for no other rank. Called once
-            more where the cache's folder was at fault.
-
-    Raises:
-        Exception: what ``compile_`` raised the first time.
+        key: ``graph_key`` of the graph; ``None``: do not wait for other processes.
+        compile_: compiles, or loads from the cache. It must not wait for another rank. Called a
+            second time if the cache's folder was at fault.
     """
     try:
         with nullcontext() if key is None else _one_compiles(key):
@@ -145,9 +130,9 @@ def compile_once(key: str | None, compile_: Callable[[], Result]) -> Result:
 
 @contextmanager
 def _one_compiles(key: str) -> Iterator[None]:
-    """Open in one process at a time until one has come to the end; later in all of them.
+    """Let one process at a time run the body, until one has finished it; afterwards all may.
 
-    A file for each graph is the lock, and no longer empty when the graph has been compiled.
+    The lock is a file for each graph. It is not empty once the graph has been compiled.
     """
     try:
         own_folder().mkdir(exist_ok=True)
@@ -159,7 +144,7 @@ def _one_compiles(key: str) -> Iterator[None]:
         has_lock = not _is_compiled(file) and _lock(file)
         if has_lock and _is_compiled(file):
             has_lock = False
-            fcntl.flock(file, fcntl.LOCK_UN)  # what others load, they load side by side
+            fcntl.flock(file, fcntl.LOCK_UN)  # processes may load at the same time
         yield
         if has_lock:
             with suppress(OSError):
@@ -171,7 +156,7 @@ def _is_compiled(file: BinaryIO) -> bool:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether this process holds the lock; false if the file system has none or it takes long."""
+    """Take the lock; return false if the file system has no locks or it takes too long."""
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
         try:
@@ -189,7 +174,7 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def _fault_of_folder(error: BaseException) -> BaseException | None:
-    """The error in a chain of them that the cache's folder is to blame for, if any."""
+    """Return the error in a chain of errors that the cache's folder caused, if any."""
     try:
         folder = cache_dir()
     except OSError as cause:
@@ -209,7 +194,7 @@ def _fault_of_folder(error: BaseException) -> BaseException | None:
 
 
 def _text(error: BaseException) -> str:
-    """The message, and the file of the module that lacks something: code that was cut off."""
+    """Return the message, and the path of a module that lacks an attribute (it was truncated)."""
     return f"{error} {getattr(getattr(error, 'obj', None), '__file__', '')}"
 
 
@@ -218,11 +203,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _use_temporary_folder(reason: str, with_files: bool) -> None:
-    """Go on in a folder that is removed at the end of the process.
+    """Continue in a folder that is removed at the end of the process.
 
-    Args:
-        reason: of the warning.
-        with_files: whether what the other folder holds can be read.
+    ``with_files``: link the files of the other folder, which can be read.
     """
     global _temporary
     left = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "the default folder")
@@ -241,7 +224,7 @@ def _use_temporary_folder(reason: str, with_files: bool) -> None:
 
 
 def _link_files(source: str, target: str) -> None:
-    """Links to all files, so that what was compiled is found; new files come beside them."""
+    """Link all files, so that compiled code is found. New files are written beside the links."""
     with suppress(OSError, shutil.Error):
         shutil.copytree(
             source,
@@ -270,7 +253,7 @@ __all__: Sequence[str] = [
 
 
 # -- cache keys ------------------------------------------------------------------------------------
-# Parts of compile-cache keys: source files, and the marks of a graph.
+# Parts of cache keys: digests of source files, and of the marks of a graph.
 
 
 _MARKS = (BODY, UNIT)
@@ -283,10 +266,10 @@ def source_key() -> str:
 
 
 def marks_key(gm: fx.GraphModule) -> str:
-    """Digest of all marks in order.
+    """Digest of all marks of a graph, in order.
 
-    Cache keys of Inductor and AOTAutograd know nothing of annotations, but partition and generated
-    code hold what is made of them: two graphs that differ in their units alone must not share code.
+    Cache keys of Inductor and AOTAutograd ignore annotations, but partition and generated code
+    depend on them: graphs that differ only in their units must not share code.
     """
     digest = hashlib.sha256()
     for module in gm.modules():
@@ -298,27 +281,27 @@ def marks_key(gm: fx.GraphModule) -> str:
 
 
 # -- shared plans ----------------------------------------------------------------------------------
-# One plan for all ranks, also where their batches have different sizes.
+# One plan for all ranks, even if their batches have different sizes.
 #
-# Places follow from the time that a graph computes, and so from the size of this rank's batch.
-# Ranks whose batches differ in length would launch collectives in different orders. They also
-# compile at different times, each when a length is new to it, so nobody can be asked: the rank
-# that is the first to plan a graph of some units writes its plan to the store, and all follow it
-# from then on::
+# A plan follows from compute times, and so from the size of this rank's batch. Ranks with batches
+# of different lengths would launch collectives in different orders. They also compile at different
+# times, each when it first sees a length, so a rank cannot ask the others. Instead, the first rank
+# to plan a graph of these units writes its plan to the store, and all ranks follow it from then
+# on::
 #
-#     rank 0, 480 tokens   decides, is the first: its plan
-#     rank 1, 512 tokens   decides, and takes rank 0's order where its own differs
+#     rank 0, 480 tokens   decides first and publishes its plan
+#     rank 1, 512 tokens   decides, then takes rank 0's order where its own differs
 #
-# Code from a cache has been planned before. Its plan counts as a decision, too: if it is not the
-# one that the ranks of this run follow, the code is compiled for that one.
+# The plan of code from a cache counts as this rank's decision. If the ranks of this run follow
+# another plan, the code is compiled again for that plan.
 
 
 class SharedPlans:
-    """The plans that ranks follow in the graphs that are made of one of Dynamo's.
+    """Plans that ranks follow in the graphs that are made of one graph of Dynamo's.
 
     Args:
-        marks: of the collectives; graphs with the same ones share their plans.
-        decided_by: what plans follow from besides it, the same on all ranks.
+        marks: marks of its collectives; graphs with equal marks share their plans.
+        decided_by: text of everything else that plans depend on, the same on all ranks.
     """
 
     def __init__(self, marks: Sequence[str], decided_by: str) -> None:
@@ -327,7 +310,7 @@ class SharedPlans:
         self._others: dict[str, str] = {}
 
     def __call__(self, plan: GraphPlan) -> GraphPlan:
-        """The plan of the rank that was first; it may be this one's."""
+        """Return the plan of the rank that came first, which may be this one."""
         store = default_store()
         if store is None:
             return plan
@@ -341,11 +324,11 @@ class SharedPlans:
         return graph_from(json.loads(store.get(f"{key}/{first}").decode()))
 
     def cache_key(self) -> str:
-        """Key of plans that code from the cache did not have."""
+        """Return a key of the plans that code from the cache did not have."""
         return json.dumps(self._others, sort_keys=True) if self._others else ""
 
     def are_followed(self, plans: Iterable[GraphPlan]) -> bool:
-        """Whether these are the ranks' plans; if not, ``cache_key`` is another one from now on."""
+        """Return whether the ranks follow these plans; if not, ``cache_key`` changes."""
         agreed = [(plan, _digest(self(plan))) for plan in plans]
         others = {plan.phase: digest for plan, digest in agreed if digest != _digest(plan)}
         self._others |= others

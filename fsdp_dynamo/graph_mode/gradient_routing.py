@@ -1,4 +1,4 @@
-"""Shards as inputs of a compiled graph, and the route of their gradients back to the units."""
+"""Shards as inputs of a compiled graph, and the way of their gradients back to the units."""
 
 from __future__ import annotations
 
@@ -17,54 +17,61 @@ from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.reduction import reduce_frozen
 from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
-from fsdp_dynamo.graph_mode import offloading, operators, trace
+from fsdp_dynamo.graph_mode import graph_recording
+from fsdp_dynamo.graph_mode.operators import GraphOperators
 from fsdp_dynamo.graph_mode.traced_unit import SecondaryInputs
 from graph_passes.gradients.producers import Ranges
 from graph_passes.markers import NO_VALUE
 
 _OWNER = "_fsdp_dynamo_flat"
-_CARRIED = "_fsdp_dynamo_carried"
+_UNREDUCED = "_fsdp_dynamo_unreduced"
 
 _Absent = Mapping[tuple[str, int], Sequence[Ranges]]
 
 GradHandler = Callable[[torch.Tensor, _Absent], None]
-"""Called with the gradient of an input of the graph, and with what reduced gradients lack."""
+"""Handler of an input's gradient; its second argument says which elements no rank computed."""
 
 
 def mark_shard(flat: FlatParameter) -> None:
-    """Let a shard that is handed to a compiled graph lead back to its flat parameter.
+    """Let a shard that becomes an input of a compiled graph lead back to its flat parameter.
 
-    Weakly: autograd's nodes hold the shard, and the collector does not see cycles through them.
+    The reference is weak: autograd's nodes hold the shard, and the garbage collector cannot see
+    cycles through them.
     """
     setattr(flat.sharded, _OWNER, ref(flat))
 
 
-def carrier_of(flat: FlatParameter) -> torch.Tensor:
-    """An input of graphs that reduce nothing: its gradient is the unsharded one.
+def unreduced_input_of(flat: FlatParameter) -> torch.Tensor:
+    """Return an input for graphs that reduce nothing: its gradient is the unsharded gradient.
 
-    As large as the unsharded flat parameter to look at, one element in memory.
+    It has the shape of the unsharded buffer and one element of memory.
     """
     one = torch.zeros((), dtype=flat.sum_dtype, device=flat.device)
-    carrier = one.expand(flat.layout.padded_numel)
-    carrier.requires_grad_(flat.sum_dtype.is_floating_point or flat.sum_dtype.is_complex)
-    setattr(carrier, _CARRIED, ref(flat))
-    return carrier
+    unreduced = one.expand(flat.layout.padded_numel)
+    unreduced.requires_grad_(flat.sum_dtype.is_floating_point or flat.sum_dtype.is_complex)
+    setattr(unreduced, _UNREDUCED, ref(flat))
+    return unreduced
 
 
 def _no_flat() -> None:
-    """In place of the weak reference, for a tensor that is not a unit's."""
+    """Stand in for the weak reference, on tensors that belong to no unit."""
 
 
 def _grad_handler(flat: FlatParameter) -> GradHandler:
-    """Handler of a reduced gradient. A sum from before the forward is part of the gradient."""
+    """Return a handler of reduced gradients.
+
+    If gradients from before the forward (``no_sync``) are reduced too, they enter the graph as
+    ``total`` and are part of what it returns.
+    """
     total = flat.grad_sum.total if flat.grad_sum.settings.reduces else None
-    frozen = flat.module_parameters.frozen  # the graph gives them gradients all the same
+    frozen = flat.module_parameters.frozen  # the graph computes their gradients nevertheless
 
     def handle(grad: torch.Tensor, absent: _Absent) -> None:
         unused = _unused(flat, absent)
         if total is not None:
-            # Other forwards that wait for their backward, and this one's where its graph is
-            # retained, would add the sum once more: from now on they add nothing.
+            # ``total`` was saved by every forward since it was accumulated. Other forwards that
+            # still wait for their backward, and this one if its graph is retained, would add it
+            # again: they add ``NO_VALUE`` from now on.
             if flat.grad_sum.total is total:
                 reduce_frozen([flat])
                 unused -= flat.grad_sum.used()
@@ -77,14 +84,14 @@ def _grad_handler(flat: FlatParameter) -> GradHandler:
 
 
 def _unused(flat: FlatParameter, absent: _Absent) -> set[int]:
-    """Indices of parameters that this rank gave no gradient in any reduction."""
+    """Return the indices of parameters that got no gradient in any reduction of this rank."""
     each = [
         flat.layout.slots_within(ranges) for ranges in absent.get((flat.unit_fqn, flat.ordinal), ())
     ]
     return set.intersection(*each) if each else set()
 
 
-def _carry(flat: FlatParameter) -> GradHandler:
+def _unreduced_handler(flat: FlatParameter) -> GradHandler:
     before = flat.module_parameters.frozen
 
     def handle(grad: torch.Tensor, absent: _Absent) -> None:
@@ -98,20 +105,23 @@ def _carry(flat: FlatParameter) -> GradHandler:
 
 
 class _RouteGradients(torch.autograd.Function):
-    """Passes the gradients of all shards, and of their carriers, to the units.
+    """Autograd function that passes the gradients of shards and unreduced inputs to the units.
 
-    Forward: the inputs, unchanged. Backward: each shard's gradient, already reduced, is added to
-    the original parameters' ``.grad``; each carrier's, unsharded, to what waits for a reduction.
+    Forward: the inputs, unchanged. Backward: the reduced gradient of a shard is added to the
+    original parameters' ``.grad``; the unsharded gradient of an unreduced input joins the gradients
+    that wait for a reduction.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
+        operators: GraphOperators,
         handlers: Collection[GradHandler],
         secondaries: SecondaryInputs,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.operators = operators
         ctx.handlers = handlers
         ctx.secondaries = secondaries
         return tuple([tensor.view_as(tensor) for tensor in inputs])
@@ -119,16 +129,16 @@ class _RouteGradients(torch.autograd.Function):
     @staticmethod
     @untraced(BY_AUTOGRAD)
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        trace.current().end_of_graph()
+        graph_recording.current().end_of_graph()
         with torch.no_grad():
-            absent = operators.take_absent()
-            offloading.finish_copies()
+            absent = ctx.operators.take_absent()
+            ctx.operators.finish_copies()
             for handle, grad in zip(ctx.handlers, grads, strict=True):
                 if grad is not None:
                     handle(grad, absent)
         ctx.secondaries.end_backward()
         events.enter_backward(None)
-        return (None,) * (len(grads) + 2)
+        return (None,) * (len(grads) + 3)
 
 
 def _run(
@@ -136,16 +146,15 @@ def _run(
 ) -> Any:
     try:
         outputs = compiled(*arguments)
-    except BaseException:
-        operators.abandon()
+    except BaseException:  # the graph has dropped what it had in flight
         secondaries.abandon()
         raise
-    trace.current().end_of_graph()
+    graph_recording.current().end_of_graph()
     secondaries.end_forward()
     return outputs
 
 
-def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def route_gradients(compiled: Callable[..., Any], operators: GraphOperators) -> Callable[..., Any]:
     """Route the shards among a compiled graph's inputs through ``_RouteGradients``."""
 
     def run(*inputs: Any) -> Any:
@@ -153,14 +162,14 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
         if flat is None:
             return run_forward(*inputs)
         around = events.begin_forward(flat.grad_sum.accumulation.model)
-        trace.current().begin_graph(flat.device)
+        graph_recording.current().begin_graph(flat.device)
         try:
             return run_forward(*inputs)
         finally:
             events.end_forward(around)
 
     def run_forward(*inputs: Any) -> Any:
-        operators.abandon()  # a backward that failed may have left some
+        operators.abandon()  # what a backward that never reached the shards has left
         handlers = _grad_handlers(inputs)
         arguments = [_as_trained(value) for value in inputs]
         secondaries = SecondaryInputs(inputs)
@@ -168,7 +177,9 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
         if not handlers or not torch.is_grad_enabled():
             return _run(compiled, arguments, secondaries)
         routed = [arguments[position] for position in handlers]
-        tracked = _RouteGradients.apply(list(handlers.values()), secondaries, *routed)  # type: ignore[no-untyped-call]
+        tracked = _RouteGradients.apply(  # type: ignore[no-untyped-call]
+            operators, list(handlers.values()), secondaries, *routed
+        )
         for position, shard in zip(handlers, tracked, strict=True):
             arguments[position] = shard
         outputs = _run(compiled, arguments, secondaries)
@@ -179,19 +190,18 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_trained(value: Any) -> Any:
-    """An input of a graph; without gradients if it is of a unit of which nothing is trained now."""
-    flat: FlatParameter | None = getattr(value, _OWNER, getattr(value, _CARRIED, _no_flat))()
+    """Return an input of a graph, detached if nothing of its unit is trained now."""
+    flat: FlatParameter | None = getattr(value, _OWNER, getattr(value, _UNREDUCED, _no_flat))()
     return value if flat is None or flat.is_trainable else value.detach()
 
 
 def _flats_in(inputs: Sequence[Any]) -> Iterator[FlatParameter]:
-    """The flat parameters whose shards are inputs of a graph."""
     found = (getattr(value, _OWNER, _no_flat)() for value in inputs)
     return (flat for flat in found if flat is not None)
 
 
 def _watch_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Check a graph's backward when it begins, and drop from sums what the user has dropped."""
+    """Hook the outputs, so that ``_begin_backward`` runs before a graph's backward."""
     begin = partial(_begin_backward, list(_flats_in(inputs)), events.current_step())
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -204,7 +214,7 @@ def _begin_backward(
 ) -> None:
     events.enter_backward(step)
     if flats:
-        trace.current().begin_graph(flats[0].device)
+        graph_recording.current().begin_graph(flats[0].device)
     for flat in flats:
         waiting = flat.grad_sum
         if flat.is_trainable:
@@ -221,7 +231,7 @@ def _unfrozen_error(flat: FlatParameter) -> FSDPStateError:
 
 
 def _refuse_comm_hook(flat: FlatParameter) -> None:
-    """Raise if a hook is to reduce what the graph's own collectives would."""
+    """Raise if there is a communication hook: the graph's own collectives reduce."""
     if flat.comm_hook is not None:
         raise UnsupportedError(
             f"{unit_name(flat.unit_fqn)}: expected no communication hook in graph mode, got one "
@@ -231,11 +241,11 @@ def _refuse_comm_hook(flat: FlatParameter) -> None:
 
 
 def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
-    """By position, the gradient handlers of shards, and of their carriers, that need one."""
+    """Return the handlers of the inputs that get a gradient, by position."""
     handlers: dict[int, GradHandler] = {}
     for position, value in enumerate(inputs):
         flat: FlatParameter | None = getattr(value, _OWNER, _no_flat)()
-        carried: FlatParameter | None = getattr(value, _CARRIED, _no_flat)()
+        unreduced: FlatParameter | None = getattr(value, _UNREDUCED, _no_flat)()
         if flat is not None:
             had_gradient = value.requires_grad
             reduce_frozen([flat])
@@ -245,16 +255,17 @@ def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
             _refuse_comm_hook(flat)
         if flat is not None and value.requires_grad and flat.is_trainable:
             handlers[position] = _grad_handler(flat)
-        elif carried is not None and value.requires_grad and carried.is_trainable:
-            handlers[position] = _carry(carried)
+        elif unreduced is not None and value.requires_grad and unreduced.is_trainable:
+            handlers[position] = _unreduced_handler(unreduced)
     return handlers
 
 
 # -- written parameters ----------------------------------------------------------------------------
 # Refusal of graphs that write a unit's parameters and gather the unit afterwards.
 #
-# A graph gathers a unit's shard, and the parameters that it writes are views of that shard. To
-# AOTAutograd they are unrelated inputs: the gather would read the values from before the write.
+# A graph gathers a unit's shard, and the parameters that it writes are views of that shard.
+# AOTAutograd takes them for unrelated inputs, so the gather would read the values from before the
+# write.
 
 
 _IN_PLACE = {"setitem"} | {
@@ -264,14 +275,7 @@ _IN_PLACE = {"setitem"} | {
 
 
 def refuse_writes_before_gathers(gm: fx.GraphModule) -> None:
-    """Raise if a parameter is written before its unit is gathered in the same graph.
-
-    Args:
-        gm: a graph of Dynamo's, with example values and inputs.
-
-    Raises:
-        UnsupportedError: names the parameter.
-    """
+    """Raise ``UnsupportedError`` if a graph writes a parameter and then gathers its unit."""
     aliases: dict[fx.Node, torch.Tensor] = {}  # parameters of units, and views of them
     written: dict[int | None, str] = {}  # FQNs by the storage of their shard
     for node in gm.graph.nodes:
@@ -280,7 +284,7 @@ def refuse_writes_before_gathers(gm: fx.GraphModule) -> None:
             if isinstance(example, torch.Tensor) and owner_of(example) is not None:
                 aliases[node] = example
             continue
-        for source in node.all_input_nodes:  # shards have no use but a gather
+        for source in node.all_input_nodes:  # the only use of a shard is its gather
             fqn = None if source in aliases else written.get(_storage(_real_value(source)))
             if fqn is not None:
                 raise _write_error(fqn)

@@ -1,4 +1,4 @@
-"""Inductor's settings: what the user gave, our partition, and our pass over what it compiles."""
+"""Inductor in graph mode: settings, and C++ kernels of all stretches built together."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import logging
 import os
 import re
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,13 +17,13 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch._inductor import config as inductor_config
-from torch._inductor import list_mode_options
+from torch._inductor import cpu_vec_isa, list_mode_options
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-from torch._inductor.codecache import _worker_compile_cpp
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.dynamo.private_api import Kernel, builds_put_off
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.planning import is_recording
@@ -35,7 +34,7 @@ MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 
 
 def mode_settings(mode: str | None, *known: str) -> dict[str, Any]:
-    """Inductor's settings for ``torch.compile(mode=...)``.
+    """Return Inductor's settings for ``torch.compile(mode=...)``.
 
     Raises:
         FSDPValueError: the backend does not know this mode.
@@ -55,10 +54,10 @@ def mode_settings(mode: str | None, *known: str) -> dict[str, Any]:
 
 
 def users_settings(options: GraphOptions, is_used: bool = True) -> dict[str, Any]:
-    """Settings of Inductor that the user gave beside our options.
+    """Return the settings of Inductor among the user's options.
 
     Raises:
-        FSDPValueError: one of them is ours to decide, or the backend does not use Inductor.
+        FSDPValueError: the backend decides one of them, or does not use Inductor.
     """
     ours = {"custom_partitioner_fn", "post_grad_custom_post_pass"}
     for name, value in options.inductor.items():
@@ -78,9 +77,9 @@ def users_settings(options: GraphOptions, is_used: bool = True) -> dict[str, Any
 
 
 def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str) -> dict[str, Any]:
-    """Inductor's settings: our partition, and our pass on what it compiles.
+    """Return settings with our partitioner, and our pass over what Inductor compiles.
 
-    The pass holds the keys of the plan: AOTAutograd keeps whole programs.
+    The pass contains the key of the pipeline, since AOTAutograd caches whole programs.
     """
     config: dict[str, Any] = {
         "custom_partitioner_fn": partitioner,
@@ -92,8 +91,22 @@ def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str) 
     return config
 
 
+def vectorization() -> dict[str, Any]:
+    """Return settings with which Inductor probes no instruction set of the CPU but the best.
+
+    By itself Inductor compiles a probe for each set that an x86 CPU has, 2 to 3 s each. If the best
+    set works, the others do. If it does not, Inductor is left to probe all of them.
+    """
+    if sys.platform != "linux" or inductor_config.cpp.vec_isa_ok is not None:
+        return {}
+    flags = set(cpu_vec_isa.x86_isa_checker())  # empty on other processors
+    known = (isa for isa in cpu_vec_isa.supported_vec_isa_list if {*str(isa).split()} <= flags)
+    best = next(known, None)
+    return {"cpp.vec_isa_ok": True} if best else {}  # the truth of an instruction set is its probe
+
+
 def keeps_graphs(settings: Mapping[str, Any]) -> bool:
-    """Whether graphs that are compiled with these settings are kept, and found by other ranks."""
+    """Whether graphs compiled with these settings are cached, so that other ranks find them."""
     return bool(
         settings.get("fx_graph_cache", inductor_config.fx_graph_cache)
         and torch._functorch.config.enable_autograd_cache
@@ -103,77 +116,39 @@ def keeps_graphs(settings: Mapping[str, Any]) -> bool:
 
 # -- kernel builds ---------------------------------------------------------------------------------
 # C++ kernels of all stretches of a graph are built at the end, many in one file.
+#
+# Inductor starts a compiler for each kernel and waits for the kernels of one graph before it turns
+# to the next. Here builds are put off until all stretches are lowered.
 
 
 _log = logging.getLogger(__name__)
 
 _KERNELS_A_FILE = 24
-"""Beyond these, a file for each of Inductor's compile threads: they are built side by side."""
-
-_Kernel = tuple[CppBuilder, "Future[None]"]
+"""With more kernels there are several files, at most one for each of Inductor's compile threads."""
 
 
 @contextmanager
 def built_together(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """While open, Inductor puts off the builds of kernels and goes on; at the end they are done.
+    """Put off the builds of kernels while open; build them at the end.
 
-    By itself it starts a compiler for each kernel, and waits for those of one graph before it turns
-    to the next. Only where all inputs are on CPUs: kernels of other devices are measured, or kept
-    with the graph's code, before the next graph.
-
-    Args:
-        example_inputs: of the graph that is compiled.
+    Only if all inputs are on CPUs: kernels of other devices are measured, or kept with the graph's
+    code, before the next graph.
     """
     tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
     if any(tensor.device.type != "cpu" for tensor in tensors):
         yield
         return
-    wait, submit, thread = AsyncCompile.wait, AsyncCompile.submit, threading.get_ident()
-    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    kernels: list[_Kernel] = []
-
-    def wait_later(builds: AsyncCompile, scope: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            waiting.append((builds, scope))
-        else:
-            wait(builds, scope)
-
-    def submit_later(task: Callable[..., Any]) -> Any:
-        builder = _builder_of(task)
-        if builder is None or threading.get_ident() != thread:
-            return submit(task)
-        built: Future[None] = Future()
-        kernels.append((builder, built))
-        return built
-
-    replaced = {name: vars(AsyncCompile)[name] for name in ("wait", "submit")}
-    AsyncCompile.wait = wait_later  # type: ignore[method-assign, assignment]
-    AsyncCompile.submit = staticmethod(submit_later)  # type: ignore[method-assign, assignment]
-    try:
+    with builds_put_off() as put_off:
         yield
-    except BaseException:
-        _release(kernels)
-        raise
-    finally:
-        for name, method in replaced.items():
-            setattr(AsyncCompile, name, method)
-    for batch in _batches(kernels):
-        submit(functools.partial(_build, batch))
-    for builds, scope in waiting:
-        wait(builds, scope)
+    for batch in _batches(put_off.kernels):
+        AsyncCompile.submit(functools.partial(_build, batch))
+    for wait in put_off.waits:
+        wait()
 
 
-def _builder_of(task: Callable[..., Any]) -> CppBuilder | None:
-    """Builder of a kernel, if the task is to build one alone."""
-    if isinstance(task, functools.partial) and task.func is _worker_compile_cpp:
-        builders: Sequence[CppBuilder] = task.args[1]
-        return builders[0] if len(builders) == 1 else None
-    return None
-
-
-def _batches(kernels: Sequence[_Kernel]) -> Iterator[Sequence[_Kernel]]:
-    """Kernels that one file can hold, in as few files as is good for them."""
-    alike: dict[str, list[_Kernel]] = {}
+def _batches(kernels: Sequence[Kernel]) -> Iterator[Sequence[Kernel]]:
+    """Group kernels with equal compiler commands into few files, more if there are many."""
+    alike: dict[str, list[Kernel]] = {}
     for kernel in kernels:
         alike.setdefault(command_of(kernel[0]), []).append(kernel)
     for some in alike.values():
@@ -181,38 +156,33 @@ def _batches(kernels: Sequence[_Kernel]) -> Iterator[Sequence[_Kernel]]:
         yield from (some[first::files] for first in range(files))
 
 
-def _build(batch: Sequence[_Kernel]) -> None:
-    """Build kernels in one file; one that lacks its library afterwards is built by itself."""
+def _build(batch: Sequence[Kernel]) -> None:
+    """Build kernels in one file. Inductor builds each kernel that then has no library."""
     try:
         if len(batch) > 1:
             build_joined([builder for builder, _ in batch])
     except (OSError, RuntimeError):
         _log.debug("%d kernels are built one by one", len(batch), exc_info=True)
     finally:
-        _release(batch)
-
-
-def _release(kernels: Sequence[_Kernel]) -> None:
-    for _, built in kernels:
-        built.set_result(None)
+        for _, built in batch:
+            built.set_result(None)
 
 
 # -- joined kernels --------------------------------------------------------------------------------
-# C++ kernels of several graphs in one library, which each of them is loaded from by its own name.
+# C++ kernels of several graphs in one library, which each graph loads under its own name.
 #
-# A compiler reads the same headers for each file: with Inductor's, 0.6 s before the first line of
-# a kernel, and 0.1 s for what follows. Inductor compiles a file for each kernel. Here one file
-# holds many, and the library is found under the name of each kernel's own, in a cache too, by
-# Inductor as it is.
+# A compiler reads the same headers for each file: with Inductor's, 0.6 s before the first line of a
+# kernel, and 0.1 s for the kernel. So one file holds many kernels. The library is linked under the
+# name of each kernel, where unmodified Inductor finds it, also later in the cache.
 
 
 _ENTRY = "kernel"
-"""Name of the function of each source, and of the extension module that it makes."""
+"""Name of the function in each source, and of the extension module."""
 
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 
-# Python asks a library for the function PyInit_kernel, whichever of its kernels is wanted. The name
-# of the module, which begins with the kernel's key, is in the spec.
+# Python calls PyInit_kernel of a library, whichever kernel is wanted. The module's name in the
+# spec, which begins with the kernel's key, tells them apart.
 _DISPATCH = """\
 static const struct { const char* key; PyObject* (*make)(void); } joined_kernels[] = {
 %s};
@@ -252,7 +222,7 @@ def build_joined(builders: Sequence[CppBuilder]) -> None:
     """Build the libraries of several kernels from one file.
 
     Args:
-        builders: Inductor's, one for each kernel: of one command line, but for names of files.
+        builders: Inductor's builder of each kernel; their commands differ only in file names.
 
     Raises:
         RuntimeError: the compiler refuses the file; no library was made.
@@ -270,16 +240,16 @@ def build_joined(builders: Sequence[CppBuilder]) -> None:
 
 
 def command_of(builder: CppBuilder) -> str:
-    """Its command line without the names of its files: kernels of the same can be joined."""
+    """Return a compiler command without file names. Kernels with equal ones can be joined."""
     target = Path(builder.get_target_file_path())
     return builder.get_command_line().replace(str(target.with_suffix("")), "")
 
 
 def joined_source(sources: Mapping[str, str]) -> str:
-    """One source of several: each in a namespace of its own, with a name of its own.
+    """Return one source of several, each in a namespace of its own.
 
     Args:
-        sources: of Inductor's kernels with their bindings, by their keys.
+        sources: sources of Inductor's kernels with their bindings, by key.
     """
     includes = dict.fromkeys(
         line.strip() for source in sources.values() for line in _INCLUDE.findall(source)
@@ -302,7 +272,7 @@ def _key(target: Path) -> str:
 
 
 def _link(library: Path, target: Path) -> None:
-    """Make the library found as ``target`` too, unless another process has made that."""
+    """Make the library available as ``target`` too, unless another process has made that file."""
     try:
         os.link(library, target)
     except FileExistsError:

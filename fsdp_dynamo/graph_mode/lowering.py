@@ -1,8 +1,11 @@
-"""The last step on a scheduled graph: functional collectives become calls of ``graph_ops``."""
+"""Lowering, the last step on a scheduled graph: collectives become calls of our functions.
+
+Collectives, waits and copies become calls of methods of ``GraphOperators``. Writes into flat
+gradients become functions (``lower_to_functions``) or in-place operators (``lower_writes``).
+"""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
@@ -11,46 +14,34 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_dynamo.graph_mode import offloading, operators
+from fsdp_dynamo.graph_mode import offloading
+from fsdp_dynamo.graph_mode.operators import GraphOperators
 from graph_passes.gradients.flat_gradient import FUNCTIONS, OPERATORS, reductions, write_name
 from graph_passes.gradients.producers import absent_in
 from graph_passes.graph_utils import is_collective, op_name, plan_of, wait_of
 from graph_passes.markers import launch_of
-from graph_passes.text.listing import Label, fingerprint, label_boundaries
+from graph_passes.text.listing import fingerprint, label_boundaries
 
-_Function = Callable[..., Any]
-
-_ISSUES: dict[str, tuple[_Function, _Function]] = {
-    "fsdp_dynamo_collectives::all_gather_into_tensor": (
-        operators.all_gather,
-        operators.all_gather_together,
-    ),
-    "fsdp_dynamo_collectives::reduce_scatter_tensor": (
-        operators.reduce_scatter,
-        operators.reduce_scatter_together,
-    ),
-    "_c10d_functional::all_reduce": (operators.all_reduce, operators.all_reduce_together),
+_ISSUES: dict[str, Callable[..., Any]] = {
+    "fsdp_dynamo_collectives::all_gather_into_tensor": GraphOperators.all_gather,
+    "fsdp_dynamo_collectives::reduce_scatter_tensor": GraphOperators.reduce_scatter,
+    "_c10d_functional::all_reduce": GraphOperators.all_reduce,
 }
-"""Functions that run a collective alone, and several of them as one launch."""
 
-_FROM_HOST = operators.all_gather_from_host, operators.all_gather_from_host_together
-
-BOUNDARIES: frozenset[_Function] = frozenset(
+BOUNDARIES: frozenset[Callable[..., Any]] = frozenset(
     (
-        *(function for pair in _ISSUES.values() for function in pair),
-        *_FROM_HOST,
-        operators.wait,
-        offloading.start_to_device,
-        offloading.end_to_device,
-        offloading.start_to_host,
+        *_ISSUES.values(),
+        GraphOperators.all_gather_from_host,
+        GraphOperators.wait,
+        GraphOperators.start_to_device,
+        GraphOperators.end_to_device,
+        GraphOperators.start_to_host,
     )
 )
-"""The functions that ``lower_boundaries`` puts into a graph."""
+"""Methods that ``lower_boundaries`` puts into a graph, unbound: see ``bind``."""
 
 
 def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Collectives in order, those that are launched together in one list."""
-
     def key(node: fx.Node) -> object:
         launch = launch_of(node)
         return node if launch is None else launch
@@ -58,33 +49,35 @@ def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     return [list(group) for _, group in groupby(nodes, key)]
 
 
-def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
-    """Replace collectives; the first launch carries the fingerprint of the whole graph.
+def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str]) -> None:
+    """Replace each launch by one call, and give the first the fingerprint of the whole graph.
 
-    Returns:
-        By wait, the node of the output that it waits for.
+    The call stands where the last collective of the launch stood: all that is sent exists there,
+    and no wait comes before.
     """
-    carried = fingerprint(graph)
-    issued: dict[fx.Node, fx.Node] = {}
+    graph_fingerprint = fingerprint(graph)
     for members in _launches(node for node in labels if is_collective(node)):
         waits = [wait_of(node) for node in members]
-        alone, together = _ISSUES[op_name(members[0])]
+        target = _ISSUES[op_name(members[0])]
         if _take_copies(graph, members):
-            alone, together = _FROM_HOST
-        texts = [labels[node] for node in members]
-        outputs = members
-        if len(members) == 1:
-            members[0].args = (*_issue_args(members[0]), texts[0], carried)
-            members[0].target = alone
-        else:
-            outputs = _merge(graph, members, together, texts, carried)
-        issued.update(zip(waits, outputs, strict=True))
-        carried = ""
-    return issued
+            target = GraphOperators.all_gather_from_host
+        arguments = [arg for arg in members[0].args if arg != "avg"]  # always the mean
+        arguments[0] = [node.args[0] for node in members]
+        if plan_of(members[0]):
+            arguments[-1] = [list(plan_of(node)) for node in members]
+        arguments += [labels[node] for node in members], graph_fingerprint
+        with graph.inserting_before(members[-1]):
+            call = graph.call_function(target, tuple(arguments))
+        call.meta.update(members[0].meta)
+        call.meta["val"] = [node.meta.get("val") for node in members]
+        for position, (node, wait) in enumerate(zip(members, waits, strict=True)):
+            wait.target, wait.args = GraphOperators.wait, (call, position, labels[wait])
+            graph.erase_node(node)
+        graph_fingerprint = ""
 
 
 def _take_copies(graph: fx.Graph, gathers: list[fx.Node]) -> bool:
-    """Let all-gathers of one launch send from the host; false if not all of them do."""
+    """Let the all-gathers of a launch send from the host, if all can with equal arguments."""
     copies = [copy for node in gathers if (copy := offloading.copy_before(node)) is not None]
     if len(copies) < len(gathers) or len({copy.args[1:] for copy in copies}) > 1:
         return False
@@ -94,51 +87,8 @@ def _take_copies(graph: fx.Graph, gathers: list[fx.Node]) -> bool:
     return True
 
 
-def _issue_args(node: fx.Node) -> list[Any]:
-    """Arguments of the lowered call: without the reduce op, which is always the mean."""
-    return [arg for arg in node.args if arg != "avg"]
-
-
-def _merge(
-    graph: fx.Graph, members: list[fx.Node], target: Any, texts: list[str], carried: str
-) -> list[fx.Node]:
-    """One call in place of several collectives, and of each an item of what it returns.
-
-    It stands where the last one stood: what they send is there, and no wait comes before.
-    """
-    sources = [node.all_input_nodes[0] for node in members]
-    items = []
-    with graph.inserting_before(members[-1]):
-        arguments = [sources, *_issue_args(members[0])[1:]]
-        if plan_of(members[0]):
-            arguments[-1] = [list(plan_of(node)) for node in members]
-        arguments += texts, carried
-        call = graph.call_function(target, tuple(arguments))
-        for position, node in enumerate(members):
-            item = graph.call_function(operator.getitem, (call, position))
-            item.meta.update(node.meta)
-            items.append(item)
-    call.meta.update(members[0].meta)
-    call.meta["val"] = [node.meta.get("val") for node in members]
-    for node, item in zip(members, items, strict=True):
-        node.replace_all_uses_with(item)
-        graph.erase_node(node)
-    return items
-
-
-def _source_of(output: fx.Node, label: str) -> Any:
-    """The tensor that a lowered collective sends, unless it sends messages, or a copy of one."""
-    if Label.decode(label).wire:
-        return None
-    call, position = output.args if output.target is operator.getitem else (output, None)
-    if getattr(call.target, "__name__", "").startswith(_FROM_HOST[0].__name__):  # type: ignore[union-attr]
-        return None
-    sent: Any = call.args[0]  # type: ignore[union-attr]
-    return sent if position is None else sent[position]
-
-
 def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Labels of all collectives and waits as strings; reductions say what they lack."""
+    """Return the labels of collectives and waits as text; reductions have ``absent`` ranges."""
     labels = label_boundaries(graph)
     for node in reductions(graph):
         labels[node] = replace(labels[node], absent=tuple(absent_in(node.args[0])))
@@ -146,19 +96,25 @@ def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def lower_boundaries(graph: fx.Graph) -> None:
-    """Collectives, waits and copies call the functions themselves."""
+    """Replace collectives, waits and copies by calls of our functions."""
     labels = _labels(graph)
     offloading.lower_gradients(graph)
-    for wait, output in _lower_issues(graph, labels).items():
-        wait.target = operators.wait
-        wait.args = (output, _source_of(output, labels[wait]), labels[wait])
+    _lower_issues(graph, labels)
     for start, end in offloading.copies_to_device(graph):
-        start.target = offloading.start_to_device
-        end.target, end.args = offloading.end_to_device, (start,)
+        start.target = GraphOperators.start_to_device
+        end.target, end.args = GraphOperators.end_to_device, (start,)
+
+
+def bind(graph: fx.Graph, operators: GraphOperators) -> None:
+    """Let a lowered graph that is run as Python call the methods of its operators."""
+    methods = {function: getattr(operators, function.__name__) for function in BOUNDARIES}
+    for node in graph.nodes:
+        if node.target in BOUNDARIES:
+            node.target = methods[node.target]
 
 
 def lower_to_functions(graph: fx.Graph) -> None:
-    """For backends that run the graph as Python: writes into flat gradients are functions too."""
+    """Lower a graph that is run as Python: writes into flat gradients become function calls too."""
     lower_boundaries(graph)
     for node in graph.nodes:
         name = write_name(node)
@@ -167,7 +123,7 @@ def lower_to_functions(graph: fx.Graph) -> None:
 
 
 def lower_writes(graph: fx.Graph) -> None:
-    """For Inductor: writes mutate the flat gradient, and it is left to fuse copies with sums."""
+    """Lower writes for Inductor: in-place operators, and copies that it can fuse with sums."""
     aten = torch.ops.aten
     for node in list(graph.nodes):
         name = write_name(node)

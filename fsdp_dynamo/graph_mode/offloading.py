@@ -1,145 +1,100 @@
-"""Copies between host and device of what is offloaded, in a compiled graph.
+"""Copies between host and device in a compiled graph, for units whose shards are offloaded.
 
-A traced graph holds two operators, which copy on the stream that computes::
+A traced graph holds two operators, which copy on the computing stream::
 
     shard (host) -> to_device -> all_gather -> wait -> ...      ... -> wait -> to_host -> gradient
 
-The lowering takes them from that stream. A copy and the all-gather that it feeds become one call,
-whose copy runs on the stream of gathers: the all-gather waits for it, and what is computed does
-not. It begins when the graph comes to it, as the all-gather would. The copy of a shard that is not
-gathered becomes a start, on the same stream, and an end, where what is computed waits for it; each
-starts where the one before ends. Gradients are copied on a stream for that, and the host waits once
-for all of them, when the backward is over (``finish_copies``); those that the graph adds, as of a
-unit that is called twice, are added on the device before.
+The lowering moves the copies to other streams:
 
-Where the host does not run ahead (CPUs), every copy is done when its call returns.
+- A copy and its all-gather become one call. The copy runs on the stream of the gathers, when the
+  graph reaches it; the all-gather waits for it, the computing stream does not.
+- The copy of a shard that is not gathered becomes a start on the same stream, and an end at which
+  the computing stream waits. Each starts where the one before ends.
+- Gradients are copied on a stream of their own. The host waits for all of them once, when the
+  backward is over (``finish_copies``). Gradients that the graph sums (a unit that is called twice)
+  are summed on the device first.
+
+Where the host does not run ahead (CPUs), every copy is complete when its call returns.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent, side_streams
-
-_copies: deque[HostCopy] = deque()
-_staged: dict[int, tuple[SideStreams, torch.Tensor]] = {}
-"""By address of the all-gather's output: what it sends."""
-_arriving: dict[int, StreamEvent] = {}
-"""By address: the end of a copy that no all-gather sends."""
-
-
-# -- to the device ---------------------------------------------------------------------------------
+from fsdp_dynamo.comm.streams import HostCopy, StreamEvent, side_streams
 
 
 def to_device(shard: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a shard ``(n,)`` in host memory, on the device and in another dtype."""
+    """Return a copy of a shard ``(n,)`` in host memory, on the device and in another dtype."""
     copied = torch.empty_like(shard, device=device).copy_(shard, non_blocking=True)
     return copied.to(dtype)
 
 
-def send_from_host(
-    shards: Sequence[torch.Tensor],
-    device: str,
-    dtype: torch.dtype,
-    world_size: int,
-    issue: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
-) -> list[torch.Tensor]:
-    """Copy shards to the device and issue their all-gathers, beside what is computed.
-
-    Args:
-        shards: in host memory, ``(n_i,)`` each.
-        device: where they are gathered.
-        dtype: in which they are.
-        world_size: ranks of the group.
-        issue: issues the all-gathers, given outputs and inputs, in the stream that is current.
-
-    Returns:
-        The unsharded tensors, each unread until its wait.
-    """
-    outputs = [
-        torch.empty(shard.numel() * world_size, dtype=dtype, device=device) for shard in shards
-    ]
-    streams = side_streams(torch.device(device))
-    if streams is None:
-        issue(outputs, [to_device(shard, device, dtype) for shard in shards])
-        return outputs
-    streams.free_pending()  # the outputs' memory was the computing stream's
-    with streams.gathering():
-        sent = [to_device(shard, device, dtype) for shard in shards]
-        issue(outputs, sent)
-    for output, copied in zip(outputs, sent, strict=True):
-        _staged[output.data_ptr()] = streams, copied
-    return outputs
-
-
-def free_sent(output: torch.Tensor) -> None:
-    """Free the copy that an all-gather has sent; the current stream has waited for that."""
-    staged = _staged.pop(output.data_ptr(), None)
-    if staged is not None:
-        staged[0].free_pending()  # its memory is the next copy's
-
-
-def start_to_device(shard: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """``to_device`` beside what is computed; it must not be read before ``end_to_device``."""
-    streams = side_streams(torch.device(device))
-    if streams is None:
-        return to_device(shard, device, dtype)
-    output = torch.empty(shard.shape, dtype=dtype, device=device)
-    streams.free_pending()  # its memory was the computing stream's
-    with streams.gathering():
-        output.copy_(
-            to_device(shard, device, shard.dtype) if dtype != shard.dtype else shard,
-            non_blocking=True,
-        )
-    _arriving[output.data_ptr()] = streams.after_gathers()
-    return output
-
-
-def end_to_device(output: torch.Tensor) -> torch.Tensor:
-    """Let the current stream wait for a copy; returns it."""
-    arriving = _arriving.pop(output.data_ptr(), None)
-    if arriving is not None:
-        arriving.wait()
-    return output
-
-
-# -- to the host -----------------------------------------------------------------------------------
-
-
 def to_host(grad: torch.Tensor) -> torch.Tensor:
-    """A copy of a reduced gradient ``(n,)`` in host memory."""
+    """Return a copy of a reduced gradient ``(n,)`` in host memory."""
     return torch.empty_like(grad, device="cpu").copy_(grad)
 
 
-def start_to_host(grad: torch.Tensor) -> torch.Tensor:
-    """Start to copy a gradient to the host; it must not be read before ``finish_copies``."""
-    streams = side_streams(grad.device)
-    if streams is None:
-        return to_host(grad)
-    while _copies and _copies[0].is_done:
-        _copies.popleft().wait()  # for no time: it frees the gradient on the device
-    _copies.append(streams.copy_to_host(grad))
-    return _copies[-1].host
+Arriving = tuple[torch.Tensor, StreamEvent | None]
+"""A copy of a shard, and the event of its end if it runs on another stream."""
 
 
-def finish_copies() -> None:
-    """Block the host until all gradients are there: the last one is, as they go in order."""
-    if _copies:
-        _copies[-1].wait()
-    _copies.clear()
+class HostCopies:
+    """Copies between host and device that the graphs of one graph of Dynamo's have in flight."""
 
+    def __init__(self) -> None:
+        self._arriving: set[StreamEvent] = set()
+        self._to_host: deque[HostCopy] = deque()
 
-def abandon() -> None:
-    """Let go of what a graph that failed has left."""
-    finish_copies()
-    _staged.clear()
-    while _arriving:
-        _arriving.popitem()[1].wait()  # before memory that it still writes is used again
+    def start_to_device(self, shard: torch.Tensor, device: str, dtype: torch.dtype) -> Arriving:
+        """Start ``to_device`` on the stream of the gathers."""
+        streams = side_streams(torch.device(device))
+        if streams is None:
+            return to_device(shard, device, dtype), None
+        output = torch.empty(shard.shape, dtype=dtype, device=device)
+        streams.free_pending()  # the computing stream may still use its memory
+        with streams.gathering():
+            output.copy_(
+                to_device(shard, device, shard.dtype) if dtype != shard.dtype else shard,
+                non_blocking=True,
+            )
+        end = streams.after_gathers()
+        self._arriving.add(end)
+        return output, end
+
+    def end_to_device(self, arriving: Arriving) -> torch.Tensor:
+        """Let the current stream wait for a copy, and return it."""
+        output, end = arriving
+        if end is not None:
+            self._arriving.remove(end)
+            end.wait()
+        return output
+
+    def start_to_host(self, grad: torch.Tensor) -> torch.Tensor:
+        """Start to copy a gradient; the copy must not be read before ``finish_copies``."""
+        streams = side_streams(grad.device)
+        if streams is None:
+            return to_host(grad)
+        while self._to_host and self._to_host[0].is_done:
+            self._to_host.popleft().wait()  # returns at once, and frees the gradient on the device
+        self._to_host.append(streams.copy_to_host(grad))
+        return self._to_host[-1].host
+
+    def finish_copies(self) -> None:
+        """Block until all gradients are on the host. Copies end in order: wait for the last."""
+        if self._to_host:
+            self._to_host[-1].wait()
+        self._to_host.clear()
+
+    def abandon(self) -> None:
+        """Drop what a graph that failed has left in flight."""
+        self.finish_copies()
+        while self._arriving:
+            self._arriving.pop().wait()  # the copy may still write, and its memory is reused
 
 
 # -- in graphs -------------------------------------------------------------------------------------
@@ -170,7 +125,7 @@ TO_HOST = torch.ops.fsdp_dynamo.to_host.default
 
 
 def copy_before(gather: fx.Node) -> fx.Node | None:
-    """The copy that an all-gather alone sends; ``None`` if it sends something else."""
+    """Return the copy whose only use is this all-gather, if there is one."""
     source = gather.args[0]
     if not isinstance(source, fx.Node) or source.target is not TO_DEVICE or len(source.users) > 1:
         return None
@@ -178,10 +133,10 @@ def copy_before(gather: fx.Node) -> fx.Node | None:
 
 
 def copies_to_device(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Split copies that no all-gather sends, and let each start where the one before ends.
+    """Split copies that no all-gather sends; each starts where the one before ends.
 
     Returns:
-        Of each, the node that starts it, and a copy of that node, where it has to end.
+        Pairs of the node that starts a copy and the node that ends it.
     """
     split: list[tuple[fx.Node, fx.Node]] = []
     for end in [node for node in graph.nodes if node.target is TO_DEVICE]:
@@ -194,17 +149,17 @@ def copies_to_device(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def lower_gradients(graph: fx.Graph) -> None:
-    """Let gradients that leave the graph arrive when the backward is over."""
+    """Copy gradients that leave the graph on a stream of their own."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.add.Tensor:
             _add_on_the_device(graph, node)
     for node in graph.nodes:
         if node.target is TO_HOST and all(user.op == "output" for user in node.users):
-            node.target = start_to_host
+            node.target = HostCopies.start_to_host
 
 
 def _add_on_the_device(graph: fx.Graph, total: fx.Node) -> None:
-    """Copy a sum of gradients to the host in place of its parts, in the order of the graph.
+    """Sum gradients on the device and copy the sum to the host.
 
     ::
 

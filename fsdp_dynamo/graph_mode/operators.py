@@ -1,7 +1,8 @@
-"""Collectives of a compiled graph at run time: the eager ones, recorded on request.
+"""Collectives of compiled graphs at run time, and what they have in flight.
 
-The lowering replaces functional collectives by these at the very end, after all passes. An issue
-returns a tensor that must not be read before its wait.
+``lowering`` replaces a graph's functional collectives by methods of ``GraphOperators`` after all
+passes have run. A method that issues collectives returns at once; ``wait`` returns their outputs,
+which exist nowhere else in the graph, so that nothing can read them too early.
 """
 
 from __future__ import annotations
@@ -15,24 +16,13 @@ import torch.distributed as dist
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.gather_plan import decode
 from fsdp_dynamo.comm.in_flight import InFlight
-from fsdp_dynamo.comm.streams import side_streams
-from fsdp_dynamo.graph_mode import offloading, trace
+from fsdp_dynamo.comm.streams import SideStreams, side_streams
+from fsdp_dynamo.graph_mode import graph_recording
+from fsdp_dynamo.graph_mode.offloading import HostCopies, to_device
 from fsdp_dynamo.health.graph_agreement import require_agreement
 from graph_passes.gradients.producers import Ranges
 from graph_passes.text.listing import Label
 from graph_passes.wire_format import WireFormat
-
-_in_flight: dict[int, InFlight] = {}
-_absent: dict[tuple[str, int], list[Ranges]] = {}
-
-
-def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
-    """The group of a collective; the first one of a graph makes sure that all ranks agree on it."""
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
-    if fingerprint:
-        require_agreement(group, fingerprint)
-    return group
-
 
 _Issue = Callable[
     [
@@ -49,204 +39,223 @@ _Issue = Callable[
 _label_of = lru_cache(maxsize=4096)(Label.decode)
 
 
-def _launch(
-    issue: _Issue,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    texts: Sequence[str],
-    plans: collectives.Plans,
-) -> None:
-    """Issue collectives at once; each is recorded by itself, in their order."""
-    record = trace.current()
-    labels = [_label_of(text) for text in texts]
-    for label in labels:
-        if label.kind != "all_gather":
-            _absent.setdefault((label.unit, label.ordinal), []).append(label.absent)
-    noted = record.launch(labels, outputs, inputs)
-    wires = [WireFormat.decode(label.wire) for label in labels]
-    units = [label.unit for label in labels]
-    streams = side_streams(outputs[0].device)
-    if streams is None or not any(plan is not None and plan.widths for plan in plans):
-        issued = issue(outputs, inputs, group, noted, units, wires, plans)
-    elif labels[0].kind == "all_gather":
-        streams.free_pending()  # the outputs' memory was the computing stream's
-        with streams.gathering():
-            issued = issue(outputs, inputs, group, noted, units, wires, plans)
-            pairs = zip(issued, inputs, strict=True)
-            issued = [one.handed_over(streams, shard) for one, shard in pairs]  # copied out
-    else:
-        streams.replicas_follow()
-        with streams.over_replicas():  # copies in
-            issued = issue(outputs, inputs, group, noted, units, wires, plans)
-        follow = streams.replicas_follow  # before the memory of messages is theirs again
-        issued = [
-            InFlight([one], (*one.buffers, given), finish=follow)
-            for one, given in zip(issued, inputs, strict=True)
+class Issued:
+    """A collective between its issue and its wait.
+
+    Attributes:
+        output: its output, unread until the wait.
+        in_flight: its handle, which keeps the tensors alive that it sends and receives.
+        sent: the streams and the copy of a shard that it sends, if the shard is in host memory.
+    """
+
+    __slots__ = ("in_flight", "output", "sent")
+
+    def __init__(self, output: torch.Tensor, in_flight: InFlight) -> None:
+        self.output = output
+        self.in_flight = in_flight
+        self.sent: tuple[SideStreams, torch.Tensor] | None = None
+
+    def free_sent(self) -> None:
+        """Free the copy of the shard; the current stream has waited for its all-gather."""
+        if self.sent is not None:
+            self.sent[0].free_pending()  # the next copy may get the memory of this one
+            self.sent = None
+
+
+Launch = list[Issued | None]
+"""Collectives that were issued as one launch; ``None`` after the wait, which frees the output."""
+
+
+class GraphOperators(HostCopies):
+    """Collectives and copies of one graph of Dynamo's: of its forward and its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_flight: set[Issued] = set()
+        self._absent: dict[tuple[str, int], list[Ranges]] = {}
+
+    def all_gather(
+        self,
+        shards: Sequence[torch.Tensor],
+        world_size: int,
+        group: str,
+        plans: Sequence[Sequence[int]],
+        texts: Sequence[str],
+        fingerprint: str = "",
+    ) -> Launch:
+        """Start all-gathers.
+
+        Args:
+            shards: ``(n_i,)`` each, all of one dtype.
+            world_size: size of the group.
+            group: registered name of the group.
+            plans: encoded gather plan of each shard.
+            texts: encoded ``Label`` of each collective.
+            fingerprint: of the graph; given with the first launch of a graph only.
+        """
+        ranks = _group(group, fingerprint)
+        shards = [shard.contiguous() for shard in shards]
+        outputs = [shard.new_empty(shard.numel() * world_size) for shard in shards]
+        return self._launch(
+            collectives.issue_all_gathers, outputs, shards, ranks, texts, [*map(decode, plans)]
+        )
+
+    def all_gather_from_host(
+        self,
+        shards: Sequence[torch.Tensor],
+        device: str,
+        dtype: torch.dtype,
+        world_size: int,
+        group: str,
+        plans: Sequence[Sequence[int]],
+        texts: Sequence[str],
+        fingerprint: str = "",
+    ) -> Launch:
+        """Copy shards from host memory to ``device``, in ``dtype``, and start their all-gathers.
+
+        Copies and all-gathers run on the stream of the gathers, beside what is computed.
+        """
+        ranks = _group(group, fingerprint)
+        outputs = [
+            torch.empty(shard.numel() * world_size, dtype=dtype, device=device) for shard in shards
         ]
-    for output, in_flight in zip(outputs, issued, strict=True):
-        _in_flight[output.data_ptr()] = in_flight
-    record.launched(labels)
 
+        def launch(sent: Sequence[torch.Tensor]) -> Launch:
+            decoded = [*map(decode, plans)]
+            issue = collectives.issue_all_gathers
+            return self._launch(issue, outputs, sent, ranks, texts, decoded)
 
-def all_gather_together(
-    shards: Sequence[torch.Tensor],
-    world_size: int,
-    group: str,
-    plans: Sequence[Sequence[int]],
-    texts: Sequence[str],
-    fingerprint: str = "",
-) -> list[torch.Tensor]:
-    """Start all-gathers as one launch; returns the unsharded tensors, each unread until its wait.
+        streams = side_streams(torch.device(device))
+        if streams is None:
+            return launch([to_device(shard, device, dtype) for shard in shards])
+        streams.free_pending()  # the computing stream may still use the outputs' memory
+        with streams.gathering():
+            sent = [to_device(shard, device, dtype) for shard in shards]
+            launched = launch(sent)
+        for issued, copied in zip(launched, sent, strict=True):
+            assert issued is not None
+            issued.sent = streams, copied
+        return launched
 
-    Args:
-        shards: of one dtype, ``(n_i,)`` each.
-        world_size: of the group.
-        group: its registered name.
-        plans: the gather plan of each, encoded.
-        texts: the label of each.
-        fingerprint: of the graph, where this launch is its first.
-    """
-    ranks = _group(group, fingerprint)
-    shards = [shard.contiguous() for shard in shards]
-    outputs = [shard.new_empty(shard.numel() * world_size) for shard in shards]
-    _launch(collectives.issue_all_gathers, outputs, shards, ranks, texts, [*map(decode, plans)])
-    return outputs
+    def reduce_scatter(
+        self,
+        unsharded: Sequence[torch.Tensor],
+        world_size: int,
+        group: str,
+        plans: Sequence[Sequence[int]],
+        texts: Sequence[str],
+        fingerprint: str = "",
+    ) -> Launch:
+        """Start means over ranks, of which each rank gets its part.
 
-
-def all_gather(
-    shard: torch.Tensor,
-    world_size: int,
-    group: str,
-    plan: Sequence[int],
-    text: str,
-    fingerprint: str = "",
-) -> torch.Tensor:
-    """Start an all-gather; returns the unsharded tensor, unread until its wait."""
-    return all_gather_together([shard], world_size, group, [plan], [text], fingerprint)[0]
-
-
-def all_gather_from_host_together(
-    shards: Sequence[torch.Tensor],
-    device: str,
-    dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    plans: Sequence[Sequence[int]],
-    texts: Sequence[str],
-    fingerprint: str = "",
-) -> list[torch.Tensor]:
-    """``all_gather_together`` of shards in host memory, which are copied to ``device`` first."""
-    ranks = _group(group, fingerprint)
-
-    def issue(outputs: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+        ``unsharded`` are ``(n_i * world_size,)`` each, all of one dtype.
+        """
+        ranks = _group(group, fingerprint)
+        unsharded = [whole.contiguous() for whole in unsharded]
         decoded = [*map(decode, plans)]
-        _launch(collectives.issue_all_gathers, outputs, sent, ranks, texts, decoded)
+        outputs = [plan.new_shard(whole) for whole, plan in zip(unsharded, decoded, strict=True)]
+        if unsharded[0].dtype == torch.float16:  # divided in place before the sum
+            unsharded = [whole.clone() for whole in unsharded]
+        lacks = [bool(_label_of(text).absent) for text in texts]
+        issue = partial(collectives.issue_reduce_means, may_lack=lacks)
+        return self._launch(issue, outputs, unsharded, ranks, texts, decoded)
 
-    return offloading.send_from_host(shards, device, dtype, world_size, issue)
+    def all_reduce(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: str,
+        texts: Sequence[str],
+        fingerprint: str = "",
+    ) -> Launch:
+        """Start means over ranks of copies."""
+        ranks = _group(group, fingerprint)
+        outputs = [tensor.contiguous().clone() for tensor in tensors]
+        plans = [None] * len(outputs)
+        return self._launch(collectives.issue_reduce_means, outputs, outputs, ranks, texts, plans)
 
+    def _launch(
+        self,
+        issue: _Issue,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        texts: Sequence[str],
+        plans: collectives.Plans,
+    ) -> Launch:
+        """Issue collectives as one launch, and record each of them.
 
-def all_gather_from_host(
-    shard: torch.Tensor,
-    device: str,
-    dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    plan: Sequence[int],
-    text: str,
-    fingerprint: str = "",
-) -> torch.Tensor:
-    """``all_gather`` of a shard in host memory, which is copied to ``device`` first."""
-    return all_gather_from_host_together(
-        [shard], device, dtype, world_size, group, [plan], [text], fingerprint
-    )[0]
+        On a device, collectives that also copy (packed parameters) run on a side stream, so that
+        neither the copies nor the collective hold up the computing stream.
+        """
+        record = graph_recording.current()
+        labels = [_label_of(text) for text in texts]
+        for label in labels:
+            if label.kind != "all_gather":
+                self._absent.setdefault((label.unit, label.ordinal), []).append(label.absent)
+        recorded = record.launch(labels, outputs, inputs)
+        wires = [WireFormat.decode(label.wire) for label in labels]
+        units = [label.unit for label in labels]
+        streams = side_streams(outputs[0].device)
+        if streams is None or not any(plan is not None and plan.widths for plan in plans):
+            handles = issue(outputs, inputs, group, recorded, units, wires, plans)
+        elif labels[0].kind == "all_gather":
+            streams.free_pending()  # the computing stream may still use the outputs' memory
+            with streams.gathering():
+                handles = issue(outputs, inputs, group, recorded, units, wires, plans)
+                pairs = zip(handles, inputs, strict=True)
+                handles = [one.handed_over(streams, shard) for one, shard in pairs]  # copied out
+        else:
+            streams.replicas_follow()
+            with streams.over_replicas():  # copies in
+                handles = issue(outputs, inputs, group, recorded, units, wires, plans)
+            follow = streams.replicas_follow  # before the memory of the messages is reused
+            handles = [
+                InFlight([one], (*one.buffers, given), finish=follow)
+                for one, given in zip(handles, inputs, strict=True)
+            ]
+        launched = [*map(Issued, outputs, handles)]
+        self._in_flight.update(launched)
+        record.launched(labels)
+        return [*launched]
 
+    def wait(self, launched: Launch, position: int, text: str) -> torch.Tensor:
+        """Wait for a collective of a launch, and return its output.
 
-def reduce_scatter_together(
-    unsharded: Sequence[torch.Tensor],
-    world_size: int,
-    group: str,
-    plans: Sequence[Sequence[int]],
-    texts: Sequence[str],
-    fingerprint: str = "",
-) -> list[torch.Tensor]:
-    """Start means over ranks as one launch; returns this rank's parts, each unread until its wait.
+        Args:
+            launched: the launch, which no longer holds this collective afterwards.
+            position: position of the collective in the launch.
+            text: encoded ``Label`` of the wait.
+        """
+        issued, launched[position] = launched[position], None
+        assert issued is not None  # a collective has one wait
+        record, label = graph_recording.current(), _label_of(text)
+        record.wait(label)
+        self._in_flight.remove(issued)
+        issued.in_flight.wait()
+        issued.free_sent()
+        record.waited(label, issued.output)
+        return issued.output
 
-    ``unsharded`` holds tensors ``(n_i * world_size,)`` of one dtype; else as
-    ``all_gather_together``.
-    """
-    ranks = _group(group, fingerprint)
-    unsharded = [whole.contiguous() for whole in unsharded]
-    decoded = [*map(decode, plans)]
-    outputs = [plan.new_shard(whole) for whole, plan in zip(unsharded, decoded, strict=True)]
-    if unsharded[0].dtype == torch.float16:  # divided in place before the sum
-        unsharded = [whole.clone() for whole in unsharded]
-    lacks = [bool(_label_of(text).absent) for text in texts]
-    issue = partial(collectives.issue_reduce_means, may_lack=lacks)
-    _launch(issue, outputs, unsharded, ranks, texts, decoded)
-    return outputs
+    def take_absent(self) -> dict[tuple[str, int], list[Ranges]]:
+        """Return and forget the ranges without a gradient in what was reduced since the last call.
 
+        Returns:
+            By unit FQN and ordinal of the flat parameter: for each reduction, ranges of elements.
+        """
+        taken, self._absent = self._absent, {}
+        return taken
 
-def reduce_scatter(
-    unsharded: torch.Tensor,
-    world_size: int,
-    group: str,
-    plan: Sequence[int],
-    text: str,
-    fingerprint: str = "",
-) -> torch.Tensor:
-    """Start a mean over ranks; returns this rank's part, unread until its wait."""
-    return reduce_scatter_together([unsharded], world_size, group, [plan], [text], fingerprint)[0]
-
-
-def all_reduce_together(
-    tensors: Sequence[torch.Tensor], group: str, texts: Sequence[str], fingerprint: str = ""
-) -> list[torch.Tensor]:
-    """Start means over ranks of copies as one launch; returns them, each unread until its wait."""
-    ranks = _group(group, fingerprint)
-    outputs = [tensor.contiguous().clone() for tensor in tensors]
-    plans = [None] * len(outputs)
-    _launch(collectives.issue_reduce_means, outputs, outputs, ranks, texts, plans)
-    return outputs
-
-
-def all_reduce(tensor: torch.Tensor, group: str, text: str, fingerprint: str = "") -> torch.Tensor:
-    """Start a mean over ranks of a copy; returns it, unread until its wait."""
-    return all_reduce_together([tensor], group, [text], fingerprint)[0]
-
-
-def wait(output: torch.Tensor, source: torch.Tensor | None, text: str) -> torch.Tensor:
-    """Wait for a collective. ``source``, its input, is an argument so that it is kept alive.
-
-    ``None`` if the collective keeps what it sends.
-    """
-    in_flight = _in_flight.pop(output.data_ptr())
-    record, label = trace.current(), _label_of(text)
-    record.wait(label)
-    try:
-        in_flight.wait()
-    except BaseException:
-        abandon()
-        raise
-    offloading.free_sent(output)
-    record.waited(label, output)
-    return output
-
-
-def take_absent() -> dict[tuple[str, int], list[Ranges]]:
-    """Ranges that are absent from the gradients reduced since the last call.
-
-    Returns:
-        By FQN of a unit and ordinal of a flat parameter: of each reduction, ranges of elements.
-    """
-    taken = dict(_absent)
-    _absent.clear()
-    return taken
+    def abandon(self) -> None:
+        """Drop what a graph that failed has left in flight."""
+        self._absent.clear()
+        while self._in_flight:
+            self._in_flight.pop().in_flight.abandon()
+        super().abandon()
 
 
-def abandon() -> None:
-    """Let go of what a graph that failed has left in flight."""
-    _absent.clear()
-    while _in_flight:
-        _in_flight.popitem()[1].abandon()
-    offloading.abandon()
+def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
+    """Return the group of this name. A fingerprint: require that all ranks run this graph."""
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    if fingerprint:
+        require_agreement(group, fingerprint)
+    return group

@@ -27,16 +27,16 @@ class GraphOptions:
     (``graph_passes.BudgetError``) and fits the plan (``graph_passes.PlanError``).
 
     Attributes:
-        plan: a ``Plan``, or the path of a saved one, to apply instead of deciding.
-        memory_budget_bytes: what a graph may have alive; ``None``: what it needs without any
-            prefetch, the largest unsharded flat parameter, and the largest unsharded gradient (or
-            once more the parameter).
-        max_in_flight: gathers ahead of their use, and reductions not waited for, at most.
+        plan: a ``Plan``, or the path of a saved plan, to apply instead of deciding.
+        memory_budget_bytes: most bytes that a graph may have alive. ``None``: what it needs without
+            any prefetch, plus the largest unsharded buffer, plus the larger of that buffer and the
+            largest unsharded gradient.
+        max_in_flight: most gathers ahead of their use, and most reductions not yet waited for.
         link: ``"measured"`` (the default), a ``Link``, or a dict of its fields
             ``{"latency_ms": ..., "bytes_per_ms": ...}``.
         device: ``"measured"`` (the default), a ``Device``, or a dict of its fields
             ``{"flops_per_ms": ..., "bytes_per_ms": ...}``; ``encode_bytes_per_ms`` and
-            ``decode_bytes_per_ms`` say by format what ``bytes_per_ms`` is while it is coded.
+            ``decode_bytes_per_ms`` give the rates of coding, by wire format.
         prefetch, sink_waits, bucket: whether to take these decisions.
         grad_buffer: whether gradients are written into the flat gradient, not concatenated.
         selective_unshard: whether a memory budget may be used to keep units unsharded between
@@ -45,8 +45,8 @@ class GraphOptions:
             the first step grows less with the number of units.
         passes: a user's own passes over the partitioned graphs, before collectives are placed:
             functions of a graph, or ``graph_passes.GraphPass`` objects.
-        disabled_passes: names of passes, of ours or the user's, and of the switches above, that are
-            left out.
+        disabled_passes: names of passes, ours or the user's, and of the switches above, to leave
+            out.
         inductor: settings of Inductor, by their names in ``torch._inductor.config``. In ``options``
             they stand beside ours: ``{"bucket": False, "max_autotune": True}``.
     """
@@ -68,10 +68,7 @@ class GraphOptions:
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> GraphOptions:
-        """Check what the user gave.
-
-        Args:
-            options: as given to ``torch.compile``.
+        """Check the options of ``torch.compile``.
 
         Raises:
             FSDPTypeError: a key that is not known, or a value of the wrong type.
@@ -99,7 +96,7 @@ class GraphOptions:
         return result
 
     def text(self) -> str:
-        """Text of the options, equal on two ranks exactly if they were given the same."""
+        """Return canonical text: equal on two ranks iff their options are equal."""
         plan = None if self.plan is None else self.plan.digest()
         names = [pass_.identity() for pass_ in self.passes]
         rest = {f.name: repr(getattr(self, f.name)) for f in fields(self)}
@@ -112,7 +109,7 @@ class GraphOptions:
         return (*self.disabled_passes, *buffers)
 
     def scheduling(self, **cost: Any) -> Options:
-        """As the planner takes them; ``cost`` is its cost model."""
+        """Return the planner's options; ``cost`` is its cost model."""
         limits = Limits(self.memory_budget_bytes, self.max_in_flight)
         return Options(self.prefetch, self.sink_waits, self.bucket, limits, **cost)
 
@@ -125,7 +122,7 @@ def _wrong(kind: type[Exception], name: str, expected: str, got: str) -> Excepti
 
 
 def _inductor(given: Mapping[str, Any], ours: Sequence[str]) -> dict[str, Any]:
-    """Settings of Inductor, with the names that it knows."""
+    """Check settings of Inductor and return them under the names that it knows."""
     if not given:
         return {}
     from torch._inductor import config

@@ -1,9 +1,8 @@
 """Inputs of the planner, from a traced graph and the user's options.
 
-All ranks must decide alike. So the options are compared, what is measured is the first rank's, and
-what is decided follows from those and the graph alone; where graphs differ, as batches do, the
-others follow what one has decided (``compile_cache``). That all ranks run the same graph is checked
-before its first run.
+All ranks must reach the same plan. So options are compared between ranks, measured rates are the
+first rank's, and a plan follows from these and the graph alone. If graphs differ, because batches
+do, ranks follow one rank's plan (``compile_cache``). Before its first run, ranks compare the graph.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from graph_passes.scheduling.planner import Planned, Planner
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 _Rates = dict[str, dict[str, Any]]
 _measured: WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[_Rates]]] = WeakKeyDictionary()
-"""Rates of a group beside the other groups of a graph, by the ranks of all of them."""
+"""Rates of the groups of a graph, by first group and by the ranks of all groups."""
 
 
 class PlanLog(list[Planned]):
-    """Decisions for every graph that was compiled while the log was open, as ``Planned``.
+    """Decisions for every graph that was compiled while the log was open.
 
     Attributes:
         kept: units that stay unsharded between forward and backward.
-        compiled_alone: why units are compiled by themselves and not as one of several equal ones.
+        compiled_alone: reasons why units share no region with equal units, by FQN.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class PlanLog(list[Planned]):
         self.compiled_alone: dict[str, str] = {}
 
     def plan(self) -> Plan:
-        """All decisions as one plan, to be saved and given back in ``options``."""
+        """Return all decisions as one plan, which users save and give back in ``options``."""
         inputs = {"options": sorted({repr(planned.options) for planned in self})}
         return Plan(inputs, tuple(self.kept), tuple(planned.plan for planned in self))
 
@@ -69,33 +68,33 @@ _logs: list[PlanLog] = []
 
 @contextmanager
 def record_plans() -> Iterator[PlanLog]:
-    """Keep what is decided for graphs that are compiled in the context; compile caches are off.
+    """Record what is decided for graphs compiled in the context; compile caches are off.
 
     Yields:
-        The log, which grows as graphs are compiled. It can be read after the context has closed.
-        One context may be within another: both get what is compiled in the inner one.
+        The log, which grows as graphs are compiled and stays readable afterwards. Contexts nest:
+        each log gets what is compiled inside.
     """
     log = PlanLog()
     _logs.append(log)
     try:
         yield log
     finally:
-        _logs[:] = [other for other in _logs if other is not log]  # equal ones stay
+        _logs[:] = [other for other in _logs if other is not log]  # by identity: logs are lists
 
 
 def is_recording() -> bool:
-    """Whether decisions are being kept, so that none may come from a cache."""
+    """Whether a log is open. Then no decision may come from a cache."""
     return bool(_logs)
 
 
-def note_kept(units: Sequence[str]) -> None:
-    """Units were decided to stay unsharded."""
+def record_kept(units: Sequence[str]) -> None:
+    """Record units that stay unsharded."""
     for log in _logs:
         log.kept.extend(unit for unit in units if unit not in log.kept)
 
 
-def note_compiled_alone(reasons: Iterable[tuple[str, str]]) -> None:
-    """Units were not made regions, for these reasons."""
+def record_compiled_alone(reasons: Iterable[tuple[str, str]]) -> None:
+    """Record units that share no region, with reasons."""
     found = dict(reasons)
     for log in _logs:
         log.compiled_alone.update(found)
@@ -110,12 +109,12 @@ InFlightBytes = Callable[[fx.Node], int]
 
 
 def live_bytes_node_by_node(graph: fx.Graph, in_flight: InFlightBytes) -> Sequence[int]:
-    """Bytes alive at every node of a graph that is run as it is."""
+    """Return the bytes alive at every node of a graph that is run node by node."""
     return live_bytes(graph, in_flight)
 
 
 def live_bytes_of_generated(graph: fx.Graph, in_flight: InFlightBytes) -> Sequence[int]:
-    """Bytes alive at every node of a graph that Inductor makes code of."""
+    """Return the bytes alive at every node of a graph that Inductor compiles."""
     lifetimes = as_generated(storages(graph, in_flight), graph)
     return profile_of(lifetimes, len(graph.nodes)).live_bytes
 
@@ -125,15 +124,15 @@ def planner_for(
     options: GraphOptions,
     live_bytes_of: Callable[..., Sequence[int]],
 ) -> Planner:
-    """The planner of a graph that Dynamo has traced.
+    """Return the planner of a graph that Dynamo has traced.
+
+    Every rank of the groups in the graph must call this for its first graph.
 
     Args:
         gm: the graph.
         options: the user's.
-        live_bytes_of: bytes alive at every node, of a graph and of what collectives hold
-            (``in_flight``).
-
-    Every rank of the groups in the graph must call it for its first graph.
+        live_bytes_of: bytes alive at every node, given a graph and the bytes that a collective in
+            flight holds besides its tensors (``in_flight``).
 
     Raises:
         DivergenceError: ranks were given different options, or one has not come.
@@ -150,7 +149,7 @@ def planner_for(
         cost = _cost_model(names, options, _device_of(gm), formats)
     observe = _observe if is_recording() else None
     in_flight = receive_buffer_bytes if cost.receives_apart else message_bytes
-    live = partial(live_bytes_of, in_flight=in_flight)  # picklable, as keys of caches hold it
+    live = partial(live_bytes_of, in_flight=in_flight)  # picklable: it is part of cache keys
     agree = None
     if names and options.plan is None and options.memory_budget_bytes is None:
         agree = SharedPlans(marks, f"{options.text()} {live_bytes_of.__name__}")
@@ -160,7 +159,7 @@ def planner_for(
 def _cost_model(
     names: Sequence[str], options: GraphOptions, device: torch.device, formats: Sequence[str]
 ) -> CostModel:
-    """Rates as given, or as measured for each group; groups of the same ranks share a link."""
+    """Return the cost model: rates as given or measured. Groups of the same ranks share a link."""
     distinct: dict[tuple[int, ...], str] = {}
     for name in names:
         distinct.setdefault(tuple(dist.get_process_group_ranks(_resolve(name))), name)
@@ -185,20 +184,24 @@ def _cost_model(
 
 
 def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[_Rates]:
-    """Rates of each group, the same on all ranks of all of them.
-
-    Each replica measures its own; what the first rank of the first one has goes to all: across
-    replicas, then inside each.
-    """
+    """Return the rates of each group, which each replica measures, the same on all ranks."""
     known = _measured.setdefault(groups[0], {})
     key = _ranks_of(groups)
     if key not in known:
         rates = [calibration.measured(group, device) for group in groups]
-        text = json.dumps(rates)
-        for group in reversed(groups if len(groups) > 1 else ()):
-            text = share_from_first(group, "measured rates", partial(str, text))
-        known[key] = json.loads(text)
+        known[key] = _shared(groups, "measured rates", rates)
     return known[key]
+
+
+def _shared(groups: Sequence[dist.ProcessGroup], what: str, rates: Any) -> Any:
+    """Return the rates of the first rank of the first replica.
+
+    It sends its rates across replicas, and each receiver sends them to its own replica.
+    """
+    text = json.dumps(rates)
+    for group in reversed(groups if len(groups) > 1 else ()):
+        text = share_from_first(group, what, partial(str, text))
+    return json.loads(text)
 
 
 _FORMATS = "formats"
@@ -210,15 +213,12 @@ def _measured_formats_for(
     device: torch.device,
     formats: Sequence[str],
 ) -> _Rates:
-    """Rates of encoding and decoding by format, the same on all ranks; kept with the others."""
     wanted = sorted({text.rstrip("?") for text in formats})
     known = rates[0].setdefault(_FORMATS, {})
     key = " ".join(wanted)
     if wanted and key not in known:
-        text = json.dumps(calibration.measured_formats(groups[0], device, wanted))
-        for group in reversed(groups if len(groups) > 1 else ()):
-            text = share_from_first(group, "measured rates of formats", partial(str, text))
-        known[key] = json.loads(text)
+        measured = calibration.measured_formats(groups[0], device, wanted)
+        known[key] = _shared(groups, "measured rates of formats", measured)
     found: _Rates = known.get(key, {})
     return found
 
@@ -228,18 +228,17 @@ def _ranks_of(groups: Sequence[dist.ProcessGroup]) -> tuple[tuple[int, ...], ...
 
 
 def known_rates(groups: Sequence[dist.ProcessGroup]) -> list[_Rates] | None:
-    """Rates of each group, as they were measured for graphs with these; ``None``: they were not."""
+    """Return the rates measured for graphs with these groups, if any."""
     return _measured.get(groups[0], {}).get(_ranks_of(groups))
 
 
 def adopt_rates(groups: Sequence[dist.ProcessGroup], rates: list[_Rates] | None) -> None:
-    """Use these rates in place of measured ones, for graphs with these groups, on all ranks."""
+    """Use these rates in place of measured ones for graphs with these groups, on all ranks."""
     if rates is not None:
         _measured.setdefault(groups[0], {})[_ranks_of(groups)] = rates
 
 
 def _device_of(gm: fx.GraphModule) -> torch.device:
-    """Device of the first unsharded flat parameter."""
     device: torch.device = next(unshard_nodes(gm)).meta["example_value"].device
     return device
 

@@ -1,22 +1,22 @@
-"""A scheduled graph as a program: its stretches compiled, its boundaries run as they stand.
+"""Program: a scheduled graph as Python source that calls compiled stretches and collectives.
 
-What Inductor compiles holds no collective, so it cannot move one: the order of the program is the
-planned one. Stretches that are equal are compiled once. For two units, the source of a program is
-something like::
+Inductor compiles only stretches, which hold no collective, so it cannot move one. Equal stretches
+are compiled once. The source for two units looks like this::
 
     def run(args):
         shard_0, shard_1, x = args
         args.clear()
-        gathered = graph_ops.all_gather(shard_0, 8, '0', 'block0|all_gather|...', '...')
-        waited = graph_ops.wait(gathered, shard_0, 'block0|all_gather|...')
+        gathered = graph_ops.all_gather([shard_0], 8, '0', [[...]], ['block0|...'], '...')
+        waited = graph_ops.wait(gathered, 0, 'block0|...')
         given = [waited, x]
         x = None
         mm, = stretch_0(given)
         ...
         mm_1, = stretch_0(given)
 
-A tensor is let go of before the last stretch that takes it, which frees it as soon as it has read
-it.
+Lifetimes: ``args`` is emptied at once, and each name is set to ``None`` at its last use. Before the
+last stretch that reads a tensor, only ``given`` still refers to it; the stretch empties that list
+and frees the tensor as soon as it has read it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, OutputCode
 from torch.fx.node import _get_qualified_name  # no public name of a call's target
 
-from fsdp_dynamo.graph_mode import operators
 from fsdp_dynamo.graph_mode.collective_operators import NAMESPACE
 from fsdp_dynamo.graph_mode.lowering import BOUNDARIES
+from fsdp_dynamo.graph_mode.operators import GraphOperators
 from graph_passes.gradients.flat_gradient import FUNCTIONS, new_flat_on, write_name
 from graph_passes.scheduling.plan import GraphPlan
 from graph_passes.scheduling.stretches import Cutting, Stretch, root_of
@@ -47,15 +47,13 @@ from graph_passes.scheduling.stretches import Cutting, Stretch, root_of
 def is_boundary(node: fx.Node) -> bool:
     """Whether a node of a lowered graph stands between stretches.
 
-    Collectives that are not ours (tensor parallelism's) are boundaries too: they keep their place.
+    Collectives without a mark (tensor parallelism's) are boundaries too, so they keep their place.
     """
     namespace = getattr(node.target, "namespace", "")
     return node.target in BOUNDARIES or namespace in ("_c10d_functional", NAMESPACE)
 
 
-_OPERATORS = (*BOUNDARIES, *FUNCTIONS.values(), new_flat_on)
 _GLOBALS: dict[str, Any] = {
-    "graph_ops": SimpleNamespace(**{function.__name__: function for function in _OPERATORS}),
     "torch": torch,
     "_operator": operator,
     "math": math,
@@ -64,28 +62,41 @@ _GLOBALS: dict[str, Any] = {
 }
 
 
-_loaded: list[Program] | None = None
+def _graph_ops(operators: GraphOperators) -> SimpleNamespace:
+    """Return the functions that a program calls between its stretches."""
+    functions = {function.__name__: function for function in (*FUNCTIONS.values(), new_flat_on)}
+    methods = {function.__name__: getattr(operators, function.__name__) for function in BOUNDARIES}
+    return SimpleNamespace(**functions, **methods)
+
+
+class _Loading(NamedTuple):
+    operators: GraphOperators
+    programs: list[Program]
+
+
+_loading: _Loading | None = None
+"""Reaches programs that AOTAutograd loads from its cache, which gives them nothing of ours."""
 
 
 @contextmanager
-def loaded_programs() -> Iterator[list[Program]]:
-    """The programs that are compiled, or come from a cache, while the context is open."""
-    global _loaded
-    before, _loaded = _loaded, []
+def loading(operators: GraphOperators) -> Iterator[list[Program]]:
+    """Bind the programs that are compiled, or come from a cache, in the context; yield them."""
+    global _loading
+    before, _loading = _loading, _Loading(operators, [])
     try:
-        yield _loaded
+        yield _loading.programs
     finally:
-        _loaded = before
+        _loading = before
 
 
 class Program(OutputCode):
-    """A scheduled graph that can be run, and kept in AOTAutograd's cache.
+    """A scheduled graph that can be run, and that AOTAutograd's cache can keep.
 
     Args:
         source: Python code of a function ``run(args)``.
-        stretches: what Inductor made of the distinct stretches, by their names in the source.
+        stretches: compiled code of the distinct stretches, by their names in the source.
         constants: tensors of the graph, by their names in the source.
-        plan: where its collectives are; ``None``: it has none.
+        plan: places of its collectives; ``None`` for a graph without any.
     """
 
     def __init__(
@@ -97,17 +108,20 @@ class Program(OutputCode):
     ) -> None:
         super().__init__()
         self.plan = plan
-        self._boxed_call = True  # of the object: torch looks into its __dict__
+        self._boxed_call = True  # torch reads it from the object's __dict__, not from the class
         self.source = source
         self.stretches = dict(stretches)
         self.constants = dict(constants)
         self._run: Callable[[list[Any]], Any] | None = None
+        self._operators: GraphOperators | None = None
         self._load()
 
     def _load(self) -> None:
-        if _loaded is not None:
-            _loaded.append(self)
-        names = {**_GLOBALS, **self.constants, **self.stretches}
+        self._operators = GraphOperators() if _loading is None else _loading.operators
+        if _loading is not None:
+            _loading.programs.append(self)
+        graph_ops = _graph_ops(self._operators)
+        names = {**_GLOBALS, "graph_ops": graph_ops, **self.constants, **self.stretches}
         exec(compile(self.source, "<fsdp_dynamo program>", "exec"), names)
         self._run = names["run"]
 
@@ -116,20 +130,22 @@ class Program(OutputCode):
         try:
             return self._run(inputs)
         except BaseException:
-            operators.abandon()
+            assert self._operators is not None
+            self._operators.abandon()
             raise
 
     def prepare_for_serialization(self) -> None:
-        """Keep what can be pickled, of a shallow copy."""
-        self._run = None
+        """Drop what cannot be pickled. AOTAutograd calls this on a shallow copy."""
+        self._run = self._operators = None
         stretches = {name: copy(code) for name, code in self.stretches.items()}
         for code in stretches.values():
             code.prepare_for_serialization()
-        # As bytes: an entry that was cut off gives no half of torch's objects, which complain.
+        # As bytes, so that a truncated cache entry fails as a whole: half-loaded objects of torch
+        # print errors of their own.
         self.stretches = {name: pickle.dumps(code) for name, code in stretches.items()}
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
-        """Load the code of all stretches, as it comes from the cache."""
+        """Load the code of all stretches of a program that comes from the cache."""
         from torch._inductor.codecache import FxGraphCache
 
         if self._run is not None:
@@ -146,12 +162,12 @@ class Program(OutputCode):
         self._load()
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
-        """Each stretch has its own."""
+        """Ignore the bundle: each stretch has its own."""
 
 
 @contextmanager
 def no_output_strides() -> Iterator[None]:
-    """Let compilations inside not report the strides of their outputs as those of the graph."""
+    """Keep compilations inside from reporting their outputs' strides as those of the graph."""
     context = torch._guards.TracingContext.try_get()
     if context is None:
         yield
@@ -168,7 +184,7 @@ def no_output_strides() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Line:
-    """One call: its text behind the assignment, what it reads, what it gives."""
+    """One call in the source: its text without the assignment, what it reads, what it gives."""
 
     text: str
     reads: Sequence[fx.Node]
@@ -177,14 +193,12 @@ class _Line:
 
 
 class _Writer:
-    """Writes the source of a graph's program."""
-
     def __init__(self, cutting: Cutting, name_of: Mapping[Stretch, str]) -> None:
         self._cutting = cutting
         self._name_of = name_of
         self._lines: list[_Line] = []
         self._known: set[fx.Node] = set()
-        self._taken = {*_GLOBALS, *name_of.values(), "args", "given"}
+        self._taken = {*_GLOBALS, "graph_ops", *name_of.values(), "args", "given"}
         self.constants: dict[str, torch.Tensor] = {}
 
     def write(self, graph: fx.Graph) -> str:
@@ -203,7 +217,7 @@ class _Writer:
         return "\n".join(self._text(placeholders, output)) + "\n"
 
     def _require(self, node: fx.Node) -> None:
-        """Make sure that a value is there: views and sizes come where they are first read."""
+        """Ensure that a value exists; views and sizes are emitted where they are first read."""
         if node in self._known:
             return
         assert node not in self._cutting.home, f"{node} is read before it is computed"
@@ -238,7 +252,6 @@ class _Writer:
         self._add(_Line(f"{function}({', '.join(arguments)})", list(sources), gives))
 
     def _call_nodes(self, stretch: Stretch) -> None:
-        """A stretch that is not compiled."""
         for node in stretch.nodes:
             if self._cutting.home.get(node) is stretch:
                 self._call(node)
@@ -306,12 +319,9 @@ def _free(names: Sequence[str]) -> list[str]:
 def source_of(
     graph: fx.Graph, cutting: Cutting, name_of: Mapping[Stretch, str]
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """Python code of a graph, and the constants in it.
+    """Return the Python code of a lowered graph, and the constants in it.
 
-    Args:
-        graph: lowered to functions.
-        cutting: of it.
-        name_of: names of the compiled stretches; the nodes of others are called one by one.
+    Stretches without a name in ``name_of`` are called node by node.
     """
     writer = _Writer(cutting, name_of)
     return writer.write(graph), writer.constants

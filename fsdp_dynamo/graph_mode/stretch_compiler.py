@@ -1,4 +1,4 @@
-"""Inductor on the stretches of a scheduled graph: each distinct one is compiled once."""
+"""Inductor on the stretches of a scheduled graph, and the partition of a joint graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.graph_mode.compile_cache import source_key
 from fsdp_dynamo.graph_mode.lowering import lower_boundaries, lower_writes
-from fsdp_dynamo.graph_mode.planning import note_kept
+from fsdp_dynamo.graph_mode.planning import record_kept
 from fsdp_dynamo.graph_mode.program import Program, is_boundary, no_output_strides, source_of
 from graph_passes.graph_utils import is_backward
 from graph_passes.pipeline import Pipeline
@@ -38,10 +38,12 @@ from graph_passes.scheduling.stretches import (
 
 
 class LowerWrites(CustomGraphPass):
-    """Writes into flat gradients change what a stretch was given: Inductor's last pass on it.
+    """Inductor's last pass over a stretch: writes into flat gradients become in-place operators.
+
+    The pass is part of Inductor's and AOTAutograd's cache keys.
 
     Args:
-        key: of what else code depends on. As this pass is, it is a part of the keys of caches.
+        key: whatever else the code depends on.
     """
 
     def __init__(self, key: str = "") -> None:
@@ -55,13 +57,7 @@ class LowerWrites(CustomGraphPass):
 
 
 class StretchCompiler:
-    """``compile_fx``'s inner compiler: plans a graph, and compiles what it computes.
-
-    Args:
-        pipeline: of passes over the whole graph.
-        planner: the one among them.
-        inner_compile: Inductor's, for one stretch.
-    """
+    """Inner compiler of ``compile_fx``: plans a graph and compiles each distinct stretch once."""
 
     def __init__(
         self, pipeline: Pipeline, planner: Planner, inner_compile: Callable[..., Any]
@@ -98,10 +94,10 @@ class StretchCompiler:
     def _compile(self, body: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         (output,) = body.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        # Each has an entry of its own in Inductor's cache, which models of any depth, options and
-        # numbers of ranks share, as its code depends on nothing around it: not on the partition,
-        # whose key has all of these. (That all outputs keep their strides is not in
-        # Inductor's key; the uuid of a pass that no one else has stands for it.)
+        # A stretch has an entry of its own in Inductor's cache. Models of other depth, options and
+        # number of ranks share it, since its code does not depend on the graph around it: so the
+        # partitioner, whose key contains all of these, is left out. Inductor's key does not tell
+        # that all outputs keep their strides; the uuid of our pass does.
         with (
             no_output_strides(),
             torch._functorch.config.patch(bundled_autograd_cache=False),
@@ -118,7 +114,7 @@ def _all_sources(source: str, compiled: dict[str, Any]) -> str:
 
 
 def _report_strides(graph: fx.Graph) -> None:
-    """Tell AOTAutograd that outputs have the strides that they were traced with."""
+    """Tell AOTAutograd that outputs have the strides with which they were traced."""
     context = torch._guards.TracingContext.try_get()
     if context is None or context.output_strides is None:
         return
@@ -130,13 +126,12 @@ def _report_strides(graph: fx.Graph) -> None:
 
 
 # -- partitioner -----------------------------------------------------------------------------------
-# Partition of a joint graph into forward and backward.
 
 
 class Partitioner(CustomPartitionerFn):
-    """Min-cut partition with our tags: unsharded parameters are gathered again, not saved.
+    """Min-cut partition under our tags: unsharded buffers are gathered again, not saved.
 
-    With a memory budget, or as a plan says, some units stay unsharded.
+    Units that a plan or a memory budget keeps stay unsharded.
     """
 
     def __init__(self, planner: Planner, may_keep: bool) -> None:
@@ -146,10 +141,10 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if joint_inputs:  # none: the body of a region, which is partitioned before the whole graph
+        if joint_inputs:  # none for the body of a region, which is partitioned by itself
             artifacts.emit_graph(gm.graph, "traced", "joint")
         kept = self._kept(gm, joint_inputs, **kwargs)
-        note_kept(kept)
+        record_kept(kept)
         return _partition(gm, joint_inputs, kept, **kwargs)
 
     def _kept(
@@ -171,7 +166,7 @@ class Partitioner(CustomPartitionerFn):
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph, bodies of regions included, with nodes of its own; tensors are shared."""
+    """Copy a graph and the bodies of its regions; tensors are shared."""
     graph = fx.Graph()
     result = graph.graph_copy(gm.graph, {})
     output = next(iter(reversed(gm.graph.nodes)))

@@ -1,4 +1,4 @@
-"""Constants of a unit in a graph, as they are when Dynamo traces it."""
+"""Constants of a unit in a graph: settings, groups and layout at the time of the trace."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from fsdp_dynamo.graph_mode.unshard_operators import (
     ViewConstants,
     encode,
 )
+from graph_passes.graph_utils import storage_of
 from graph_passes.markers import CollectiveKind, Mark
 from graph_passes.wire_format import text_of
 
 
 class Places(NamedTuple):
-    """Where a unit's parameters are put; a tied one in several places.
+    """Places at which a unit's parameters are attributes; a tied parameter has several.
 
     Attributes:
-        paths: for each holder, the names that lead to it from the unit's module.
-        holders: for each place, the position of its holder in ``paths``.
-        names: for each place, the parameter's name there.
-        positions: for each place, the parameter's position in the unit.
+        paths: attribute names from the unit's module to each holder of parameters.
+        holders: index into ``paths``, for each place.
+        names: name of the parameter in its holder, for each place.
+        positions: position of the parameter in the unit, for each place.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -47,14 +48,15 @@ class TracedUnit(NamedTuple):
     """Constants of one unit in the graph.
 
     Attributes:
-        fqn: the unit's FQN.
-        input_dtype: name of the dtype that floating-point inputs are cast to; ``""``: none.
-        output_dtype: name of the dtype that floating-point outputs are cast to; ``""``: none.
-        device: where inputs are moved to; ``""``: they stay.
-        flats: ``FlatConstants`` of its flat parameters, as text.
-        layouts: ``ViewConstants`` of its flat parameters, as text.
-        places: where the parameters are put.
-        are_apart: whether each parameter has a storage of its own in Dynamo's graph.
+        fqn: FQN of the unit.
+        input_dtype: dtype to which floating-point inputs are cast, by name; ``""``: not cast.
+        output_dtype: dtype to which floating-point outputs are cast, by name; ``""``: not cast.
+        device: device to which inputs are copied; ``""``: not copied.
+        flats: encoded ``FlatConstants`` of each flat parameter.
+        layouts: encoded ``ViewConstants`` of each flat parameter.
+        places: where the parameters are attributes.
+        are_apart: whether Dynamo sees each parameter in a storage of its own (see
+            ``copy_shared_inputs``).
     """
 
     fqn: str
@@ -68,7 +70,6 @@ class TracedUnit(NamedTuple):
 
 
 def _describe(module: UnitModuleProtocol) -> TracedUnit:
-    """A unit's constants as they are now."""
     unit = module._fsdp_unit
     reshards = unit.settings.reshards_after_forward
     if reshards is None:
@@ -92,7 +93,7 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
 
 
 def _places(module: UnitModuleProtocol) -> Places:
-    known = _paths(module._fsdp_inner())  # a checkpoint wrapper may have come in between
+    known = _paths(module._fsdp_inner())  # anew: a checkpoint wrapper may have been added
     paths: dict[tuple[str, ...], int] = {}
     places: dict[tuple[int, str], int] = {}
     for position, original in enumerate(module._fsdp_unit.originals()):
@@ -115,8 +116,10 @@ def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool
     num_scatters = (1 if flat.is_sharded else 0) if flat.hierarchy is None else len(reductions)
     dtypes = flat.dtypes(unit.wants_full_precision)
     wires = flat.wires(unit.wants_full_precision)
-    gather_wire = wires.gather if flat.hierarchy is None else None  # that between nodes is over
-    num_shards = 1 if flat.hierarchy is None else flat.hierarchy.across.size()  # that it sends
+    # The gather across nodes, which has the wire format, runs before the graph
+    # (``SecondaryInputs``).
+    gather_wire = wires.gather if flat.hierarchy is None else None
+    num_shards = 1 if flat.hierarchy is None else flat.hierarchy.across.size()
     num_sent = num_shards * flat.layout.shard_numel
     return FlatConstants(
         unit=unit.fqn,
@@ -151,7 +154,7 @@ def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool
 def groups_in_graph(
     flat: FlatParameter,
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
-    """The group in which a graph gathers a flat parameter, and those in which it reduces."""
+    """Return the group in which a graph gathers a flat parameter, and those in which it reduces."""
     if flat.hierarchy is None:
         return flat.group, flat.groups.reductions
     return flat.hierarchy.node, (flat.hierarchy.node, flat.hierarchy.across)
@@ -160,9 +163,10 @@ def groups_in_graph(
 def _reduce_marks(
     unit: Unit, ordinal: int, num_reductions: int, num_scatters: int, wires: Wires
 ) -> tuple[str, ...]:
-    """Marks of a flat parameter's reductions, in order; of reduce-scatters, the last has a format.
+    """Return a mark for each reduction of a flat parameter, in order.
 
-    They are unique: of two of one kind, the second counts on behind all flat parameters.
+    Of several reduce-scatters, only the last has a wire format. Marks must be unique: where two
+    reductions have one kind, the second has an ordinal beyond those of the unit's flat parameters.
     """
     marks = []
     kinds: list[CollectiveKind] = []
@@ -177,7 +181,7 @@ def _reduce_marks(
 
 
 def _paths(module: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """For every module below, the names that lead to it, wrappers' names included."""
+    """Return the attribute names that lead to every module below, wrappers included."""
     paths: dict[nn.Module, tuple[str, ...]] = {module: ()}
     pending = [module]
     while pending:
@@ -195,15 +199,16 @@ def _name(dtype: torch.dtype | None) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def constants_of(name: str, settings: str) -> tuple[Any, ...]:
-    """``TracedUnit`` of the unit module of this name, as a plain tuple, at the time of the trace.
+    """Return the ``TracedUnit`` of a unit module as a plain tuple.
 
     Args:
-        name: the unit module's registered name.
-        settings: ``UnitSettings.in_graphs``: Dynamo guards what it passes on.
+        name: registered name of the unit module.
+        settings: ``UnitSettings.in_graphs``. Unused; Dynamo guards the arguments of a constant
+            result.
 
     Raises:
-        CompileRefusedError: a setting, or a parameter with gather hooks, is for eager and hooks
-            mode only, or buffers would have to be cast between training and evaluation.
+        CompileRefusedError: a setting or a parameter with gather hooks needs eager or hooks mode,
+            or buffers would have to be cast between training and evaluation.
     """
     module = registered(name)
     refused = module._fsdp_unit.settings.eager_only()
@@ -236,9 +241,9 @@ def constants_of(name: str, settings: str) -> tuple[Any, ...]:
 # Parameters as inputs of operators with bodies, such as ``torch.cond``.
 #
 # Dynamo and AOTAutograd refuse such an operator if two of its inputs share a storage, as the
-# parameters of a unit do. Where a unit's code may call one, each of its parameters therefore has
-# a storage of its own in Dynamo's graph. Before AOTAutograd sees the graph, parameters become
-# views again, and operators that refuse views get copies::
+# parameters of a unit do. Where a unit's code may call one, Dynamo therefore sees each parameter in
+# a storage of its own (``parameters``). Before AOTAutograd sees the graph, ``copy_shared_inputs``
+# makes the parameters views again, and copies those that such an operator takes::
 #
 #     unshard -> parameters -> cond      =>      unshard -> parameter_views -> clone -> cond
 #                          \-> mm                                         \-> mm
@@ -249,18 +254,14 @@ _REFUSE = {_OPS.cond, _OPS.while_loop, _OPS.scan, _OPS.associative_scan, _OPS.ma
 
 
 def copy_shared_inputs(gm: fx.GraphModule) -> None:
-    """Replace ``parameters`` in a graph of Dynamo's, as above.
-
-    Args:
-        gm: a graph with example values, in which units are unsharded once.
-    """
-    buffers: dict[int, fx.Node] = {}  # unsharded flat parameters by the storages of parameters
+    """Replace ``parameters`` by views and copies, as shown above (after ``share_unshards``)."""
+    buffers: dict[int, fx.Node] = {}  # unsharded buffer, by storage of the parameter
     graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
     for graph in graphs:
         for node in graph.graph.find_nodes(op="call_function", target=PARAMETERS):
             node.target = PARAMETER_VIEWS
             values = node.meta["example_value"]
-            buffers |= dict.fromkeys(map(_storage, values), node.all_input_nodes[0])
+            buffers |= dict.fromkeys(map(storage_of, values), node.all_input_nodes[0])
     _copy_inputs(gm, buffers)
     for graph in graphs:
         graph.recompile()
@@ -268,7 +269,7 @@ def copy_shared_inputs(gm: fx.GraphModule) -> None:
 
 def _copy_inputs(gm: fx.GraphModule, buffers: dict[int, fx.Node]) -> None:
     for node in [*gm.graph.nodes]:
-        if node.target in _REFUSE:  # what its body calls gets inputs of the body's own
+        if node.target in _REFUSE:  # operators in its body read the body's own inputs
             _copy_inputs_of(node, buffers)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             for body in node.all_input_nodes:
@@ -277,10 +278,10 @@ def _copy_inputs(gm: fx.GraphModule, buffers: dict[int, fx.Node]) -> None:
 
 
 def _copy_inputs_of(node: fx.Node, buffers: dict[int, fx.Node]) -> None:
-    """Copy all inputs of an operator that lie in one buffer but the first."""
+    """Copy the inputs of an operator that lie in one unsharded buffer, except the first."""
     seen: set[fx.Node] = set()
     for source in node.all_input_nodes:
-        buffer = buffers.get(_storage(source.meta.get("example_value")))
+        buffer = buffers.get(storage_of(source.meta.get("example_value")))
         if buffer in seen:
             with node.graph.inserting_before(node):
                 copy = node.graph.call_method("clone", (source,))
@@ -290,25 +291,21 @@ def _copy_inputs_of(node: fx.Node, buffers: dict[int, fx.Node]) -> None:
             seen.add(buffer)
 
 
-def _storage(value: Any) -> int:
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
-
-
 # -- secondary inputs ------------------------------------------------------------------------------
 # Secondary shards (``HIERARCHICAL_SHARD``) as inputs of a compiled graph.
 #
-# They outlive the graph: several backwards that accumulate share them. So they are gathered
-# between nodes before a graph is called, when eager mode would do it, and the graph gathers them
-# inside the node. Dynamo sees a stand-in, which every call replaces::
+# A secondary shard outlives the graph: several backwards that accumulate gradients share it. So it
+# is gathered across nodes before a graph is called, at the time when eager mode would, and the
+# graph itself only gathers inside the node. Dynamo is given a stand-in, which every call replaces::
 #
-#     stand-in -> all_gather -> wait -> ...      shard -> (nothing but its gradient)
+#     stand-in -> all_gather -> wait -> ...      shard -> (no use but its gradient)
 
 
 _OWNER = "_fsdp_dynamo_secondary"
 
 
 class _Owner(NamedTuple):
-    """Whose secondary shard a stand-in is for; weakly, as for shards (``mark_shard``)."""
+    """Owner of a stand-in's secondary shard, by weak references (see ``mark_shard``)."""
 
     module: ReferenceType[UnitModuleProtocol]
     flat: ReferenceType[FlatParameter]
@@ -317,14 +314,15 @@ class _Owner(NamedTuple):
 def stand_in_for(
     module: UnitModuleProtocol, flat: FlatParameter, *, is_full_precision: bool
 ) -> torch.Tensor | None:
-    """An input of graphs for a secondary shard ``(padded_numel / ranks in a node,)``.
-
-    As large to look at, without memory. ``None``: the flat parameter has no secondary shard.
+    """Return an input of graphs for a secondary shard; ``None`` if the flat parameter has none.
 
     Args:
-        module: of its unit; its root may still change.
+        module: module of the unit; its root may still change.
         flat: the flat parameter.
-        is_full_precision: the dtype of the graphs.
+        is_full_precision: whether the graph computes in full precision.
+
+    Returns:
+        A tensor ``(padded_numel / ranks in a node,)`` without storage.
     """
     if flat.hierarchy is None:
         return None
@@ -339,11 +337,7 @@ def stand_in_for(
 
 
 class SecondaryInputs:
-    """Secondary shards of one call of a compiled graph, and of its backward.
-
-    Args:
-        inputs: of the graph.
-    """
+    """Secondary shards among the inputs of one call of a compiled graph, and of its backward."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self._flats: dict[int, FlatParameter] = {}
@@ -358,10 +352,10 @@ class SecondaryInputs:
         self._roots = tuple(roots)
 
     def gather(self, arguments: list[Any]) -> None:
-        """Put them in the place of their stand-ins, gathered if they are missing or may be old."""
+        """Replace stand-ins among the arguments. Gather what is missing or may be outdated."""
         try:
             for root in self._roots:
-                if root.is_outside:  # else its own forward, around the graph's, has begun
+                if root.is_outside:  # otherwise the root's own forward runs around this graph
                     root.secondary.begin_forward()
                 root.secondary.gather()
             for position, flat in self._flats.items():
@@ -373,18 +367,18 @@ class SecondaryInputs:
             raise
 
     def end_forward(self) -> None:
-        """Free those of an evaluation."""
+        """Free the shards after a forward without backward."""
         for root in self._roots:
             if root.is_outside:
                 root.secondary.end_forward()
 
     def end_backward(self) -> None:
-        """Free those of units whose gradients are reduced."""
+        """Free the shards of units whose gradients were reduced."""
         for root in self._roots:
             if root.is_outside:
                 root.secondary.end_backward()
 
     def abandon(self) -> None:
-        """Free all after an error."""
+        """Free all shards after an error."""
         for root in self._roots:
             root.secondary.abandon()

@@ -1,16 +1,14 @@
-"""Two operators of Dynamo's graph for all that a traced unit does to its flat parameters.
+"""Operators that stand in Dynamo's graph for everything a unit does to its flat parameters.
 
-Dynamo sees one call each and need not trace what is inside, unit by unit. AOTAutograd, which runs
-the graph, sees what they are made of::
+Dynamo sees one call of each and traces nothing inside. AOTAutograd, which runs the graph, sees what
+they are made of::
 
     unshard          -> all_gather -> wait, and in the backward reduce_scatter -> wait
     parameter_views  -> split -> view ...
 
-In units whose code may call operators with bodies, which refuse inputs that share a storage,
-``parameters`` stands for ``parameter_views`` while Dynamo traces (``traced_unit``).
-
-Every collective is marked where it is made. The constants of a unit are arguments, as text, so
-that they are part of every key of the graph.
+``parameters`` replaces ``parameter_views`` in units whose code may call operators with bodies
+(see ``traced_unit``). Each collective is marked where it is made. The constants of a unit are
+arguments in text form, so that every cache key of the graph contains them.
 """
 
 from __future__ import annotations
@@ -38,25 +36,24 @@ class FlatConstants(NamedTuple):
 
     Attributes:
         unit: FQN of the unit.
-        group_name: registered name of the group that gathers: the shard group, or this rank's
-            node (no rank number is baked in).
-        world_size: its size.
+        group_name: registered name of the group that gathers: the shard group, or under
+            ``HIERARCHICAL_SHARD`` this node's.
+        world_size: size of that group.
         reductions: names of the groups over which gradients are averaged, in order.
-        scatters: for each of ``reductions``, the number of ranks that its mean is scattered over;
-            0: all of them have it.
-        gather_plan: the gather plan of its all-gather, encoded.
-        reduce_plans: those of its reduce-scatters, in order.
+        scatters: for each of ``reductions``, the number of ranks over which its result is
+            scattered; 0: an all-reduce.
+        gather_plan: encoded gather plan of the all-gather.
+        reduce_plans: encoded gather plans of the reduce-scatters, in order.
         is_sharded: whether there is anything to gather.
         requires_grad: whether there is a gradient to reduce.
-        param_dtype: name of the unsharded flat parameter's dtype.
-        reduce_dtype: name of the reduction's dtype.
-        sum_dtype: name of the dtype of gradients that wait for a reduction.
-        grad_dtype: name of the dtype of the gradient that leaves the graph.
+        param_dtype: dtype of the unsharded buffer.
+        reduce_dtype: dtype of the reductions.
+        sum_dtype: dtype in which gradients that wait for a reduction accumulate.
+        grad_dtype: dtype of the gradient that leaves the graph.
         grad_scale: factor of reduced gradients.
-        gather_mark: mark of the all-gather.
-        reduce_marks: a mark for each of ``reductions``.
-        offloaded_from: the device that computes, where the shard is in host memory; ``""``: both
-            are in one place.
+        gather_mark: encoded mark of the all-gather.
+        reduce_marks: encoded mark of each of ``reductions``.
+        offloaded_from: device that computes, if the shard is in host memory; else ``""``.
     """
 
     unit: str
@@ -79,12 +76,12 @@ class FlatConstants(NamedTuple):
 
 
 class ViewConstants(NamedTuple):
-    """Cuts of an unsharded flat parameter into parameters. Equal units have equal ones.
+    """Division of an unsharded buffer into parameters, equal for equal units.
 
     Attributes:
-        split_sizes: numel of each piece.
-        pieces: for each parameter, its piece.
-        shapes: for each parameter, its shape.
+        split_sizes: numel of each slice of the buffer.
+        pieces: for each parameter, the index of its slice.
+        shapes: shape of each parameter.
     """
 
     split_sizes: Sequence[int]
@@ -93,13 +90,12 @@ class ViewConstants(NamedTuple):
 
 
 def encode(constants: FlatConstants | ViewConstants) -> str:
-    """Constants as text."""
+    """Return constants as text."""
     return json.dumps(constants)
 
 
 @lru_cache(maxsize=4096)
 def _decode(kind: Any, text: str) -> Any:
-    """Back from ``encode``."""
     return kind(*json.loads(text))
 
 
@@ -110,10 +106,10 @@ def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 @contextmanager
 def _marked(marks: dict[str, str]) -> Iterator[None]:
-    """Marks on what is traced inside.
+    """Put marks on the nodes traced inside.
 
-    ``traceback.annotate`` would write them into those of the node that is run, which it shares with
-    others.
+    ``traceback.annotate`` would change the ``custom`` dictionary in place, which is shared with the
+    node of Dynamo's graph that is being run.
     """
     meta = traceback.get_current_meta()
     before = meta.get("custom") or {}
@@ -125,10 +121,10 @@ def _marked(marks: dict[str, str]) -> Iterator[None]:
 
 
 def _as_in_the_forward(unit: str) -> AbstractContextManager[None]:
-    """Marks of a unit on what is traced in a backward.
+    """Mark nodes traced in a backward as the unit's.
 
-    In what it knows to be a backward, AOTAutograd would put those of the forward, the all-gather's,
-    in their place.
+    AOTAutograd copies the marks of the forward node (here the all-gather's) to what it knows to be
+    its backward. With other metadata in force, it does not.
     """
     node = fx.Graph().create_node("placeholder", "backward")
     node.meta["custom"] = {UNIT: unit, BODY: "0"}
@@ -169,7 +165,7 @@ def _reduce(grad: torch.Tensor, flat: FlatConstants) -> torch.Tensor:
 
 
 class _Unshard(torch.autograd.Function):
-    """The all-gather is the forward, the reduce-scatter the backward."""
+    """Autograd function: the forward is the all-gather, the backward the reduce-scatter."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -177,17 +173,17 @@ class _Unshard(torch.autograd.Function):
         shard: torch.Tensor,
         secondary: torch.Tensor | None,
         total: torch.Tensor | None,
-        carrier: torch.Tensor | None,
+        unreduced: torch.Tensor | None,
         flat: FlatConstants,
     ) -> torch.Tensor:
-        ctx.flat, ctx.carries = flat, carrier is not None
+        ctx.flat, ctx.is_unreduced = flat, unreduced is not None
         ctx.save_for_backward(*(() if total is None else (total,)))
         return _gather(shard, secondary, flat)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         with _as_in_the_forward(ctx.flat.unit):
-            if ctx.carries:
+            if ctx.is_unreduced:
                 return None, None, None, _cast(grad, ctx.flat.sum_dtype), None
             for total in ctx.saved_tensors:
                 grad = _cast(grad, ctx.flat.sum_dtype) + total
@@ -195,7 +191,7 @@ class _Unshard(torch.autograd.Function):
 
 
 class _FirstCopy(torch.autograd.Function):
-    """A parameter of which each shard has a copy; so each copy gets the gradient."""
+    """Parameter of which every shard holds a whole copy; each copy gets the gradient."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -217,32 +213,32 @@ def unshard(
     shard: torch.Tensor,
     secondary: torch.Tensor | None,
     total: torch.Tensor | None,
-    carrier: torch.Tensor | None,
+    unreduced: torch.Tensor | None,
     constants: str,
 ) -> torch.Tensor:
-    """The unsharded flat parameter ``(padded_numel,)``; the gradient is the shard's, reduced.
+    """Return the unsharded buffer ``(padded_numel,)``; its gradient is reduced to the shard's.
 
     Args:
-        shard: the sharded flat parameter ``(padded_numel / N,)``.
-        secondary: what is gathered in its place, on nodes of ranks:
-            ``(padded_numel / ranks in a node,)``.
-        total: unsharded gradients of earlier steps, to be reduced with this step's.
-        carrier: in a step that reduces nothing, what takes the unsharded gradient.
-        constants: ``FlatConstants``, encoded.
+        shard: ``(padded_numel / N,)``.
+        secondary: secondary shard ``(padded_numel / ranks in a node,)``, gathered in place of
+            ``shard``.
+        total: unsharded gradients of earlier steps, which are reduced with this step's.
+        unreduced: input that takes the unsharded gradient in a step that reduces nothing.
+        constants: encoded ``FlatConstants``.
     """
     flat: FlatConstants = _decode(FlatConstants, constants)
     if not flat.requires_grad:
         return _gather(shard, secondary, flat)
-    unsharded: torch.Tensor = _Unshard.apply(shard, secondary, total, carrier, flat)  # type: ignore[no-untyped-call]
+    unsharded: torch.Tensor = _Unshard.apply(shard, secondary, total, unreduced, flat)  # type: ignore[no-untyped-call]
     return unsharded
 
 
 def parameter_views(unsharded: torch.Tensor, constants: str) -> list[torch.Tensor]:
-    """The parameters as views of the unsharded flat parameter.
+    """Return the parameters as views of the unsharded buffer.
 
     Args:
         unsharded: ``(padded_numel,)``.
-        constants: ``ViewConstants``, encoded.
+        constants: encoded ``ViewConstants``.
     """
     sizes, pieces, shapes = _decode(ViewConstants, constants)
     with _marked({VIEWS: ""}):
@@ -256,12 +252,7 @@ def parameter_views(unsharded: torch.Tensor, constants: str) -> list[torch.Tenso
 
 
 def parameters(unsharded: torch.Tensor, constants: str) -> list[torch.Tensor]:
-    """The parameters, each in a storage of its own.
-
-    Args:
-        unsharded: as of ``parameter_views``.
-        constants: as of ``parameter_views``.
-    """
+    """Return the parameters as ``parameter_views``, but each in a storage of its own."""
     return [view.clone() for view in parameter_views(unsharded, constants)]
 
 
@@ -269,14 +260,14 @@ _library = torch.library.Library("fsdp_dynamo", "FRAGMENT")
 for _function, _schema in (
     (
         unshard,
-        "(Tensor shard, Tensor? secondary, Tensor? total, Tensor? carrier, str constants)"
+        "(Tensor shard, Tensor? secondary, Tensor? total, Tensor? unreduced, str constants)"
         " -> Tensor",
     ),
     (parameters, "(Tensor unsharded, str constants) -> Tensor[]"),
     (parameter_views, "(Tensor(a) unsharded, str constants) -> Tensor(a)[]"),
 ):
     _library.define(_function.__name__ + _schema)
-    # Where a graph ends in a unit they run by themselves, not in graphs of their own.
+    # After a graph break inside a unit, these run eagerly; Dynamo must not compile them.
     _function = untraced("made of what a graph would hold")(_function)
     _library.impl(_function.__name__, _function, "CompositeImplicitAutograd")
 
@@ -289,17 +280,17 @@ PARAMETER_VIEWS = torch.ops.fsdp_dynamo.parameter_views.default
 
 
 def unshard_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """All calls of ``unshard`` in a graph that Dynamo hands over, and in its subgraphs."""
+    """Yield all calls of ``unshard`` in a graph of Dynamo's and its subgraphs."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             yield from module.graph.find_nodes(op="call_function", target=UNSHARD)
 
 
 def share_unshards(gm: fx.GraphModule) -> None:
-    """Let all calls of a unit in a graph have one ``unshard``, so that it is reduced once.
+    """Replace the ``unshard`` calls of a unit by its first, so that its gradients are reduced once.
 
-    Autograd then sums the gradients of the calls before the reduction and not behind it. Calls with
-    gradients and calls without them stay apart.
+    Autograd then sums the gradients of all calls before the reduction. Calls with and without
+    gradients are not merged.
     """
     first: dict[Any, fx.Node] = {}
     for node in [*unshard_nodes(gm)]:
@@ -315,9 +306,9 @@ class Collectives(NamedTuple):
     """Facts about the collectives that a graph will have.
 
     Attributes:
-        groups: registered names of their groups, those that gather first.
-        formats: the formats that they have or may have, as text.
-        marks: of each of them, and how many elements of which dtype it has unsharded.
+        groups: registered names of their groups; groups that gather come first.
+        formats: wire formats that they have or may have, as text.
+        marks: encoded mark of each, with dtype and numel of its unsharded side.
     """
 
     groups: list[str]
@@ -326,19 +317,19 @@ class Collectives(NamedTuple):
 
 
 def collectives_of(gm: fx.GraphModule) -> Collectives:
-    """The collectives of a graph that Dynamo hands over."""
+    """Return facts about the collectives of a graph of Dynamo's."""
     gathers: dict[str, None] = {}
     reductions: dict[str, None] = {}
     marks: list[tuple[str, str]] = []
     for node in unshard_nodes(gm):
-        *_, carrier, constants = node.args
+        *_, unreduced, constants = node.args
         flat: FlatConstants = _decode(FlatConstants, str(constants))
         unsharded = node.meta["example_value"]
         kind = f"{unsharded.dtype} {unsharded.numel()}"
         if flat.is_sharded:
             gathers[flat.group_name] = None
             marks.append((flat.gather_mark, kind))
-        if carrier is None and unsharded.requires_grad:
+        if unreduced is None and unsharded.requires_grad:
             reductions |= dict.fromkeys(flat.reductions)
             marks += [(mark, kind) for mark in flat.reduce_marks]
     wires = {Mark.decode(mark).wire for mark, _ in marks}
@@ -347,7 +338,7 @@ def collectives_of(gm: fx.GraphModule) -> Collectives:
 
 
 def unsharded_behind(node: fx.Node) -> fx.Node | None:
-    """The unsharded flat parameter that a node of such a graph is, or that it is a parameter of."""
+    """Return the unsharded buffer that a node of Dynamo's graph is, or is a parameter of."""
     if node.target is operator.getitem:
         source = node.all_input_nodes[0]
         if source.target is PARAMETERS or source.target is PARAMETER_VIEWS:

@@ -1,10 +1,10 @@
-r"""The hooks mode: every unit's body compiled by itself, hooks eager in between.
+r"""Hooks mode: every unit's body is compiled by itself, hooks run eagerly in between.
 
-A unit without nested units is compiled as it is; identical units share the code object and so
-the compiled code. A unit that holds nested units (the root, mostly) is different: a graph
-break at each nested call would fall into the loop over the blocks, and Dynamo leaves a frame
-that breaks inside a loop uncompiled. There Dynamo records each nested unit's call as one
-opaque *leaf* of the graph, and ``SegmentBackend`` cuts the graph at the leaves::
+A unit without nested units is compiled as it is; equal units share a code object and so the
+compiled code. A unit that holds nested units (usually the root) needs more: a graph break at each
+nested call would fall into the loop over the blocks, and Dynamo leaves a frame that breaks inside a
+loop uncompiled. So Dynamo records each nested unit's call as one opaque *leaf* of the graph, and
+``SegmentBackend`` cuts the graph at the leaves::
 
     embed -> [leaf: blocks.0] -> [leaf: blocks.1] -> norm, head
     \_____/                                         \________/
@@ -43,6 +43,7 @@ from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.hooks_mode.segments import refuse_cuda_graphs, split_at_leaves
 from fsdp_dynamo.hooks_mode.side_effects import (
+    TABLES,
     ObjectStates,
     are_as_given,
     has_hooks,
@@ -53,7 +54,7 @@ from fsdp_dynamo.hooks_mode.side_effects import (
 from fsdp_dynamo.pytree import open_container, tensors_of
 
 _rebuild: dict[str, Callable[[Any], Any]] = {}
-"""Functions that rebuild containers that nested units have returned, by name."""
+"""Functions that rebuild the containers returned by nested units, by name."""
 _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
 _FLAGS = (bool, str, type(None))
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
@@ -62,19 +63,19 @@ _faking: ContextVar[bool] = ContextVar("faking", default=False)
 def body_of(
     module: UnitModuleProtocol, key: int, recomputes: bool = False
 ) -> AbstractContextManager[Callable[..., Any]]:
-    """The unit's body: its module, or that compiled with the backend in force.
+    """Return a context with the unit's body: its module, or the module compiled by the backend.
 
     Args:
         module: the unit module.
-        key: the backend of the frame around; where there is none, that of the unit around.
-        recomputes: whether activation checkpointing runs it again in the backward, which has no
-            frame around: with the code of its last forward.
+        key: backend of the calling frame; ``NO_BACKEND``: that of the unit around.
+        recomputes: whether activation checkpointing runs the body again in the backward. There is
+            no calling frame then, and the code of the last forward is used.
     """
     if key == NO_BACKEND:
         key = _active_key.get()
     if recomputes and key == NO_BACKEND:
         key = module._fsdp_last_key
-    elif module._fsdp_last_key != key and not recomputes:  # setting a module's attribute is slow
+    elif module._fsdp_last_key != key and not recomputes:  # nn.Module's __setattr__ is slow
         module._fsdp_last_key = key
     if key == NO_BACKEND or _has_hooks(module):
         return nullcontext(module._fsdp_compiled_before or module._fsdp_body())
@@ -83,7 +84,7 @@ def body_of(
 
 @contextmanager
 def _compiled_body_of(module: UnitModuleProtocol, key: int) -> Iterator[Callable[..., Any]]:
-    """The body compiled with a backend, which is that of the units inside, too."""
+    """Return the compiled body in a context in which nested units use the same backend."""
     backend = backend_of(key)
     if isinstance(backend, SegmentBackend):
         key = key_of(backend.inner)
@@ -123,23 +124,23 @@ def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
 
 
 def call_as_leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Traced by Dynamo in place of a nested unit's forward."""
+    """Forward of a nested unit as Dynamo traces it."""
     outputs = leaf(leaf_id, args, kwargs)
     return _unflatten(_output_spec(leaf_id), outputs)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def may_be_leaf(leaf_id: str, changes_state: bool, trained: str) -> bool:
-    """Whether a nested unit may be a node of the graph that is traced (by Dynamo, as a constant).
+    """Whether a nested unit may be a node of the graph that is traced. Constant in the trace.
 
-    Python state that the code around it changes (a list that layers append to, say) would change
-    only after the graph, and be read before it. Such a model's graphs end at every unit; others end
-    at units with hooks of the user inside.
+    Python state that the code around the unit changes (a list that layers append to) would change
+    only after the graph, and be read before. The graphs of such a model end at every unit;
+    otherwise graphs end at units with hooks of the user inside.
 
     Args:
-        leaf_id: the unit module's registered name.
+        leaf_id: registered name of the unit module.
         changes_state: whether code before it in the graph changes Python state.
-        trained: ``Root.trained``. Dynamo guards what it passes on, and so what leaves return.
+        trained: ``Root.trained``. Unused; Dynamo guards it, and with it what leaves return.
     """
     module = registered(leaf_id)
     root = module._fsdp_root
@@ -150,26 +151,25 @@ def may_be_leaf(leaf_id: str, changes_state: bool, trained: str) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def flags_of(leaf_id: str) -> tuple[str, ...]:
-    """Names of attributes of a nested unit's module on which its output may depend.
+    """Return attributes of a unit that Dynamo must guard, since its output may depend on them.
 
-    Dynamo traces no code of a leaf and so guards none of these, unless it is made to read them.
+    Dynamo traces no code of a leaf, and guards attributes only if the code around reads them.
     """
     attributes = vars(registered(leaf_id)._fsdp_inner()).items()
     return tuple([n for n, v in attributes if n[0] != "_" and isinstance(v, _FLAGS)])
 
 
 def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """One node of the graph: a nested unit's forward. Returns the tensors of its output.
+    """Run a nested unit's forward as one node of the graph; return the tensors of its output.
 
-    Dynamo calls it once, with fake tensors, to learn what comes out; ``SegmentBackend`` puts
-    ``run_leaf`` in its place.
+    Dynamo calls this once with fake tensors. ``SegmentBackend`` replaces it by ``run_leaf``.
     """
     module = registered(leaf_id)
     mode = detect_fake_mode([*tensors_of(args), *tensors_of(kwargs)])
     if mode is None:
         return run_leaf(None, leaf_id, args, kwargs)
     token = _faking.set(True)
-    # A module may keep tensors as plain attributes, which are not made fake.
+    # Tensors that a module keeps as plain attributes stay real.
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     given = thawed((args, kwargs))
     error: Exception | None = None
@@ -189,7 +189,9 @@ def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         cannot_capture("a unit that changes a list or a dict that it is given", "return a new one")
     tensors: list[torch.Tensor] = []
     module._fsdp_output_spec = spec = _flatten(output, tensors)
-    for tensor in tensors:  # where torch keeps the object, it leads to the structure of this call
+    # A second call of the unit in the graph overwrites the module's spec. If Dynamo keeps the
+    # tensor objects, they lead to the spec of their own call.
+    for tensor in tensors:
         setattr(tensor, _SPECS, {**getattr(tensor, _SPECS, {}), leaf_id: spec})
     return tuple(tensors)
 
@@ -204,9 +206,8 @@ class _Assumed(NamedTuple):
     """Assumptions of the graph around a leaf about its output.
 
     Attributes:
-        spec: its structure.
-        facts: of its tensors: dtype, sizes (``None`` where they are dynamic), and whether they
-            require gradients.
+        spec: structure of the output.
+        facts: dtype, sizes (``None`` where dynamic) and ``requires_grad`` of each tensor.
     """
 
     spec: Any
@@ -219,7 +220,7 @@ def _facts_of(tensor: torch.Tensor) -> _Facts:
 
 
 def _put_runner(node: torch.fx.Node) -> None:
-    """Let a node that is a leaf run it, and compare what comes out with what was assumed."""
+    """Let a leaf's node run the leaf and compare its output with what was assumed."""
     values, name = node.meta["example_value"], node.args[0]
     last = registered(str(name))._fsdp_output_spec
     spec = getattr(values[0], _SPECS, {}).get(name, last) if values else last
@@ -243,11 +244,11 @@ def _put_runner(node: torch.fx.Node) -> None:
 def run_leaf(
     assumed: _Assumed | None, leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """The leaf at run time: the nested unit with its hooks.
+    """Run a nested unit with its hooks.
 
     Raises:
-        FSDPStateError: its output is not as the graph around it assumes. The next call's graphs end
-            at units of its class.
+        FSDPStateError: the output is not as the graph around it assumes. The graphs of the next
+            call end at units of this class.
     """
     tensors: list[torch.Tensor] = []
     module = registered(leaf_id)
@@ -270,7 +271,7 @@ def _is_as_assumed(tensor: torch.Tensor, facts: _Facts) -> bool:
 
 
 def _refused(leaf_id: str, expected: str) -> FSDPStateError:
-    """The error of a unit that did what the graph around it does not expect; the next one will."""
+    """Return the error of a leaf that changed, and end later graphs at units of its class."""
     module = registered(leaf_id)
     module._fsdp_root.record_variable(alike(leaf_id))
     return FSDPStateError(
@@ -287,9 +288,9 @@ def _output_spec(leaf_id: str) -> Any:
 
 
 def _flatten(value: Any, tensors: list[torch.Tensor], is_running: bool = False) -> tuple[Any, ...]:
-    """Append the tensors of a nested output to ``tensors``; returns its spec, made of constants.
+    """Append the tensors of a nested output to ``tensors``; return its spec, made of constants.
 
-    What cannot be in a graph breaks it; while one is running, it has a spec that equals no other.
+    What no graph can hold breaks the graph. At run time it gets a spec that equals no other.
     """
 
     def each(items: Iterable[Any]) -> tuple[Any, ...]:
@@ -299,10 +300,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor], is_running: bool = False) 
         tensors.append(value)
         return ("tensor", len(tensors) - 1)
     if type(value) in (tuple, list):
-        return (
-            type(value).__name__,
-            each(value),
-        )
+        return (type(value).__name__, each(value))
     if type(value) is dict:
         return ("dict", tuple(value), each(value.values()))
     if value is None or isinstance(value, (bool, str)):
@@ -310,14 +308,10 @@ def _flatten(value: Any, tensors: list[torch.Tensor], is_running: bool = False) 
     if (opened := open_container(value)) is not None:
         name = f"{type(value)} {opened[1].args}"
         _rebuild[name] = opened[1]
-        return (
-            "container",
-            name,
-            each(opened[0]),
-        )
+        return ("container", name, each(opened[0]))
     if is_running:
         return ("unknown", object())
-    return cannot_capture(  # of numbers, too: those that change between steps have no guards
+    return cannot_capture(  # numbers too: Dynamo would not guard those that change between steps
         f"a unit that returns {type(value).__name__}",
         "return tensors, in dataclasses, or in containers that torch.utils._pytree knows",
     )
@@ -343,17 +337,17 @@ def _unflatten(spec: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
 
 
 def is_faking() -> bool:
-    """Whether a leaf's output is being computed on fake tensors."""
+    """Whether a leaf runs on fake tensors."""
     return _faking.get()
 
 
 def fake_forward(
     unit_module: UnitModuleProtocol, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A unit's forward on fake tensors: no collectives, no hooks, nothing computed.
+    """Run a unit's forward on fake tensors, without collectives and hooks.
 
-    What it changes beside tensors (a counter, a list of outputs) is put back, as it will run again;
-    and as code around the unit may read it, such a unit is no node of a graph.
+    Changes of Python state (a counter, a list of outputs) are undone, since the forward will run
+    again. A unit that makes such changes cannot be a leaf: code around it may read them.
     """
     unit = unit_module._fsdp_unit
     dtype = unit_module._fsdp_input_dtype
@@ -392,7 +386,7 @@ def fake_forward(
         finally:
             unit.use_sharded_views()
             for module, tables in zip(modules, kept, strict=True):
-                for table, before in zip(_TABLES, tables, strict=True):
+                for table, before in zip(TABLES, tables, strict=True):
                     module.__dict__[table].clear()
                     module.__dict__[table].update(before)
     if changed is not None:
@@ -401,19 +395,15 @@ def fake_forward(
 
 
 def _refuse_leaf(problem: str) -> None:
-    """End the graph around a unit at it."""
+    """End the graph at a unit."""
     cannot_capture(f"a unit whose forward {problem}", "return what is to be read outside")
 
 
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
 def _tables_of(module: torch.nn.Module) -> list[dict[str, Any]]:
-    return [dict(module.__dict__[table]) for table in _TABLES]
+    return [dict(module.__dict__[table]) for table in TABLES]
 
 
 def _are_alike(tables: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
-    """Whether a module holds the same objects as before."""
     return all(
         one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
         for one, other in zip(tables, others, strict=True)
@@ -421,7 +411,6 @@ def _are_alike(tables: list[dict[str, Any]], others: list[dict[str, Any]]) -> bo
 
 
 def _make_fake(tensors: dict[str, Any]) -> None:
-    """Put fake tensors in the place of real ones."""
     for name, tensor in tensors.items():
         if tensor is not None and not isinstance(tensor, FakeTensor):
             fake = torch.empty_strided(
@@ -434,11 +423,7 @@ def _make_fake(tensors: dict[str, Any]) -> None:
 
 
 class SegmentBackend:
-    """A Dynamo backend: cuts the graph at its leaves and compiles the segments in between.
-
-    Args:
-        inner: the backend that compiles the segments.
-    """
+    """Dynamo backend that cuts a graph at its leaves and compiles the segments with ``inner``."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -454,7 +439,7 @@ _segment_backends: WeakValueDictionary[int, SegmentBackend] = WeakValueDictionar
 
 
 def _segment_backend(key: int) -> SegmentBackend:
-    """The segment backend around the backend with this number; its compiled code keeps it alive."""
+    """Return the segment backend around a backend. The code that it compiles keeps it alive."""
     backend = _segment_backends.get(key)
     if backend is None:
         backend = _segment_backends[key] = SegmentBackend(backend_of(key))

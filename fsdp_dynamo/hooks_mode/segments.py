@@ -1,4 +1,4 @@
-"""Split a Dynamo graph at opaque nodes and compile the segments in between."""
+"""Split a Dynamo graph at leaves and compile the segments in between."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def split_at_leaves(
     backend: Backend,
     cache: dict[Any, Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Compile a graph with leaves: segments with ``backend``, leaves as plain calls.
+    """Compile a graph with leaves: segments by ``backend``, leaves as plain calls.
 
     Args:
         gm: the graph that Dynamo captured.
         example_inputs: its example inputs.
-        leaf: target of the opaque nodes.
-        put_runner: gives such a node the target that runs at run time.
-        backend: compiles one segment: ``backend(gm, example_inputs)``.
-        cache: segments compiled before; equal segments are compiled once.
+        leaf: target of the leaves.
+        put_runner: replaces the target of a leaf by the function to call at run time.
+        backend: compiles one segment.
+        cache: compiled segments by key; equal segments are compiled once.
     """
     if not _leaf_nodes(gm, leaf):
         compiled: Callable[..., Any] = backend(gm, example_inputs)
@@ -56,7 +56,6 @@ def _split(
     backend: Backend,
     cache: dict[Any, Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Compile a graph that has leaves, as ``split_at_leaves`` does."""
     parts, leaf_parts = _assign_parts(gm, leaf)
     _make_numbers_anew(parts)
     split: Any = split_module(gm, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
@@ -64,7 +63,7 @@ def _split(
     for node in split.graph.find_nodes(op="call_module"):
         part = split.get_submodule(node.target)
         _hand_on(gm, part)
-        # What a backend makes leaves the mode as the segment does: by a change from this one.
+        # Compiled code restores the grad mode relative to the mode in which it was compiled.
         with torch.set_grad_enabled(grad_mode):
             grad_mode = _grad_mode_after(part)
             if int(node.target.removeprefix("submod_")) in leaf_parts:
@@ -76,7 +75,7 @@ def _split(
 
 
 def _hand_on(gm: fx.GraphModule, part: fx.GraphModule) -> None:
-    """Give a part what Dynamo has put on the whole graph, which backends read."""
+    """Give a part what Dynamo has put on the whole graph for backends to read."""
     part.meta.update(gm.meta)
     if hasattr(gm, "compile_subgraph_reason"):  # no body of an operator has it
         part.compile_subgraph_reason = gm.compile_subgraph_reason
@@ -84,9 +83,9 @@ def _hand_on(gm: fx.GraphModule, part: fx.GraphModule) -> None:
 
 @contextmanager
 def _compiled_apart() -> Iterator[None]:
-    """Compile what donates nothing, backwards too, under keys of its own.
+    """Compile without donations, backwards too, and under cache keys of their own.
 
-    Inductor's cache does not know what is donated.
+    Inductor's cache keys do not contain what is donated.
     """
     tag: str = torch.compiler.config.cache_key_tag  # type: ignore[attr-defined]
     with (
@@ -98,13 +97,13 @@ def _compiled_apart() -> Iterator[None]:
 
 
 def _grad_mode_after(part: fx.GraphModule) -> bool:
-    """Whether gradients are enabled behind a part, if they are as they are now before it."""
+    """Whether gradients are enabled after a part that begins with the current grad mode."""
     changes = part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     return bool(changes[-1].args[0]) if changes else torch.is_grad_enabled()
 
 
 def _leaf_nodes(gm: fx.GraphModule, leaf: Callable[..., Any]) -> set[fx.Node]:
-    """The leaves of a graph: opaque nodes, and calls of ``checkpoint`` on bodies with leaves."""
+    """Return the leaves: opaque nodes, and ``checkpoint`` calls whose bodies hold leaves."""
     found = set()
     for node in gm.graph.nodes:
         if node.target is leaf or (is_checkpoint(node) and _leaf_nodes(_body(gm, node), leaf)):
@@ -113,7 +112,7 @@ def _leaf_nodes(gm: fx.GraphModule, leaf: Callable[..., Any]) -> set[fx.Node]:
 
 
 def is_checkpoint(node: fx.Node) -> bool:
-    """Whether a node of a Dynamo graph calls ``torch.utils.checkpoint`` on a graph."""
+    """Whether a node of a Dynamo graph calls ``torch.utils.checkpoint``."""
     return node.target is torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -124,7 +123,7 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> Any:
 def _assign_parts(
     gm: fx.GraphModule, leaf: Callable[..., Any]
 ) -> tuple[dict[fx.Node, int], set[int]]:
-    """A part number for each node; a leaf, its body and what unpacks it are one part."""
+    """Return a part number for each node. A leaf, its body and what unpacks it are one part."""
     leaves = _leaf_nodes(gm, leaf)
     parts: dict[fx.Node, int] = {}
     leaf_parts: set[int] = set()
@@ -146,12 +145,12 @@ def _assign_parts(
 
 
 def _make_numbers_anew(parts: dict[fx.Node, int]) -> None:
-    """Compute floats in each part that uses them: graphs take tensors and integers alone.
+    """Compute floats anew in each part that uses them: parts exchange tensors and integers only.
 
-    Dynamo hands over a float that changes between calls in a tensor, whose ``item()`` it is. Of a
-    tensor that may be written meanwhile, each part has a copy.
+    Dynamo passes a float that changes between calls as a tensor, and reads it with ``item()``. If
+    that tensor may be written in the meantime, later parts read a copy.
     """
-    for node in reversed([*parts]):  # so that the inputs of a copy come after it
+    for node in reversed([*parts]):  # a copy's inputs are visited after it
         if not isinstance(node.meta.get("example_value"), torch.SymFloat):
             continue
         copies: dict[int, fx.Node] = {}
@@ -170,7 +169,7 @@ def _make_numbers_anew(parts: dict[fx.Node, int]) -> None:
 
 
 def _may_be_written(node: fx.Node) -> bool:
-    """Whether a number is that of a tensor in which Dynamo has not put it itself."""
+    """Whether a number is read from a tensor other than one that Dynamo made for it."""
     if node.target != "item":
         return False
     holder = node.args[0]
@@ -179,7 +178,7 @@ def _may_be_written(node: fx.Node) -> bool:
 
 
 def _with_a_copy(node: fx.Node, parts: dict[fx.Node, int]) -> fx.Node:
-    """The ``item()`` of a copy, in a node of its own that nothing uses yet."""
+    """Copy the tensor that an ``item()`` node reads; return an ``item()`` node of the copy."""
     (holder,) = node.args
     assert isinstance(holder, fx.Node)
     with node.graph.inserting_before(node):
@@ -203,7 +202,7 @@ def _redirect(
     backend: Backend,
     cache: dict[Any, Callable[..., Any]],
 ) -> None:
-    """Let a part that is a leaf run it."""
+    """Let a part that consists of a leaf run it."""
     for node in list(part.graph.nodes):
         if node.target is leaf:
             put_runner(node)
@@ -219,12 +218,12 @@ def _redirect(
 
 
 class _Checkpointed(torch.nn.Module):
-    """A compiled body with leaves, checkpointed when it runs; not reentrant, as in a whole graph.
+    """Compiled body with leaves, checkpointed at run time; non-reentrant as in a whole graph.
 
     Args:
         run: the compiled body.
-        options: the user's for ``checkpoint``.
-        body: as it was traced.
+        options: the user's options of ``checkpoint``.
+        body: the traced body.
     """
 
     def __init__(
@@ -242,14 +241,11 @@ class _Checkpointed(torch.nn.Module):
 
 
 class _Recomputed:
-    """A body that runs again in the backward, where the buffers that it changes are as they are.
+    """Body that runs again in the backward, with buffers as they are then.
 
-    ``checkpoint`` saves what it is given, and would find that batch norm's statistics have changed.
-    In eager they are no arguments; here everything is, so what has no gradient is kept here.
-
-    Args:
-        run: the compiled body.
-        args: of its first run.
+    ``checkpoint`` would save every argument and report that batch norm's statistics have changed.
+    In eager mode those are no arguments; here everything is. So only tensors with gradients are
+    passed through ``checkpoint``, and the rest is kept here.
     """
 
     def __init__(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -274,7 +270,7 @@ class _Recomputed:
         return result
 
     def _require_unchanged(self) -> None:
-        """Raise, as autograd does, if the user has changed an input since."""
+        """Raise, as autograd does, if the user has changed an input in the meantime."""
         for tensor, version in self._unchanged or ():
             if tensor._version != version:
                 raise RuntimeError(
@@ -284,8 +280,6 @@ class _Recomputed:
 
 
 class _Segment(torch.nn.Module):
-    """A compiled segment in the place of the traced one."""
-
     def __init__(self, compiled: Callable[..., Any]) -> None:
         super().__init__()
         self.compiled = compiled
@@ -297,7 +291,7 @@ class _Segment(torch.nn.Module):
 def _compile(
     part: Any, backend: Backend, cache: dict[Any, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Compile one segment; backends expect a tuple of outputs, so one output is wrapped."""
+    """Compile one segment. Backends expect a tuple of outputs, so a single output is wrapped."""
     single = _return_tuple(part)
     inputs = _inputs(part)
     key = _sharing_key(part, inputs)
@@ -313,11 +307,11 @@ def _compile(
 
 
 def _inputs(part: fx.GraphModule) -> list[Any]:
-    """Example inputs of a part: the fake tensors of Dynamo's trace.
+    """Return the example inputs of a part: the fake tensors of Dynamo's trace.
 
-    AOTAutograd copies them into a fake mode of its own. A view whose base was written to computes
-    its ``grad_fn`` anew when it is asked for, which fails there: so it is asked for here. And the
-    copy of a number in a tensor would not know its symbol.
+    AOTAutograd copies them into a fake mode of its own, and two things would get lost. A view whose
+    base was written to computes its ``grad_fn`` lazily, which fails there, so it is read here. A
+    number in a tensor would lose its symbol, so the tensor is copied here.
     """
     values: list[Any] = [n.meta["example_value"] for n in part.graph.nodes if n.op == "placeholder"]
     mode = TracingContext.get().fake_mode
@@ -334,7 +328,7 @@ def _inputs(part: fx.GraphModule) -> list[Any]:
 
 
 def _return_tuple(part: fx.GraphModule) -> bool:
-    output = next(n for n in part.graph.nodes if n.op == "output")
+    output = part.graph.output_node()
     if isinstance(output.args[0], fx.Node):
         output.args = ((output.args[0],),)
         part.recompile()
@@ -343,7 +337,7 @@ def _return_tuple(part: fx.GraphModule) -> bool:
 
 
 def _sharing_key(part: fx.GraphModule, inputs: list[Any]) -> Any:
-    """Key of segments that can share compiled code; ``None``: never shared."""
+    """Return the key of segments that can share compiled code; ``None``: no sharing."""
     numbers: dict[fx.Node, int] = {}
     rows: list[Any] = []
     for node in part.graph.nodes:
@@ -369,14 +363,12 @@ def _sharing_key(part: fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def _gives_numbers(node: fx.Node) -> bool:
-    """Whether a node's result has symbols: code for it may hold for one value of theirs alone."""
+    """Whether a node returns symbolic numbers: its code may hold for one value of them only."""
     value = node.meta.get("example_value")
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 class _Ref:
-    """A reference to an earlier node, by position."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -385,19 +377,15 @@ class _Ref:
 
 
 # -- cuda graphs -----------------------------------------------------------------------------------
-# Refusal of CUDA graphs around the bodies of units.
 
 
 _SETTING = "triton.cudagraphs"
 
 
 def refuse_cuda_graphs(module: UnitModuleProtocol, backend: Backend) -> None:
-    """Raise if a backend is to capture a unit's body in a CUDA graph.
+    """Raise if a backend would capture a unit's body in a CUDA graph.
 
-    A unit's parameters are inputs of its body, and at another address in each step.
-
-    Raises:
-        UnsupportedError: it is, and the unit is on a device that has such graphs.
+    A unit's parameters are inputs of its body, at another address in each step.
     """
     flats = module._fsdp_unit.flats
     if not flats or not host_runs_ahead(flats[0].device) or not _captures(backend):

@@ -1,4 +1,4 @@
-"""Undo what a unit's forward, run on fake tensors, changes of Python objects."""
+"""Undo the changes of Python objects by a forward on fake tensors; find hooks of the user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_dynamo.eager.views_while_traced import contents_of, function_of, is_the_users, names_in
 
 _CONTAINERS: tuple[Any, ...] = (list, OrderedDict, dict, set, deque)
-_TABLES = ("_parameters", "_buffers", "_modules")
+TABLES = ("_parameters", "_buffers", "_modules")
 _NO_STATE = (
     *(type, types.FunctionType, types.MethodType, types.ModuleType, logging.Logger),
     *(torch.Tensor, nn.Module),
@@ -29,21 +29,18 @@ _CONSTANTS = (bool, int, float, str)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _DEPTH = 4
 _OPAQUE = (Iterator, random.Random, threading.local, ContextVar)
-"""Classes whose states cannot be put back."""
+"""Classes whose state cannot be restored."""
 
 
 class ObjectStates:
-    """The state of modules, and of what they refer to, at one moment.
+    """State of modules, and of the objects that they refer to, at one moment.
 
-    That is their attributes, what their forwards name among globals, class attributes and closures
-    (also in functions that they call), and lists, dicts, sets and objects of the user's in these,
-    four levels deep. Parameters, buffers and what a module has of ours are left out.
-
-    Args:
-        modules: where to begin.
+    It covers their attributes; whatever their forwards name among globals, class attributes and
+    closures (also in functions that they call); and lists, dicts, sets and objects of the user's in
+    these, four levels deep. Parameters, buffers and our own attributes are left out.
 
     Attributes:
-        opaque: name of an object whose state cannot be put back, such as an iterator, if any.
+        opaque: name of an object whose state cannot be restored, such as an iterator, if any.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -55,11 +52,11 @@ class ObjectStates:
         self.opaque: str | None = None
         self._states: list[tuple[str, Any, Any]] = []
         for module in modules:
-            self._note_attributes(type(module).__name__, module, 0)
-            self._note_class(type(module), frozenset({"forward"}))
+            self._record_attributes(type(module).__name__, module, 0)
+            self._record_class(type(module), frozenset({"forward"}))
 
     def put_back(self) -> str | None:
-        """Undo all changes; returns the name of something that had changed, if anything had."""
+        """Undo all changes; return the name of an object that had changed, if any."""
         changed = None
         if random.getstate() != self._random:
             changed = "random's numbers"
@@ -73,79 +70,79 @@ class ObjectStates:
                 _fill(there, before)
         return changed
 
-    def _note(self, name: str, value: Any, depth: int) -> None:
+    def _record(self, name: str, value: Any, depth: int) -> None:
         if (function := function_of(value)) is not None:
-            self._note_function(function, None)
+            self._record_function(function, None)
         if depth > _DEPTH or isinstance(value, _NO_STATE) or id(value) in self._seen:
             return
         if isinstance(value, _CONTAINERS):
             self._seen.add(id(value))
             self._states.append((name, value, held := _shallow(value)))
             for item in held.values() if isinstance(held, dict) else held:
-                self._note(name, item, depth + 1)
+                self._record(name, item, depth + 1)
         elif isinstance(value, tuple):
             for item in value:
-                self._note(name, item, depth + 1)
+                self._record(name, item, depth + 1)
         elif isinstance(value, _OPAQUE) or type(value).__module__.startswith("numpy.random"):
             self.opaque = name
         elif _is_of_the_user(value):
-            self._note_attributes(name, value, depth + 1)
-            self._note_class(type(value), frozenset(vars(type(value))))
+            self._record_attributes(name, value, depth + 1)
+            self._record_class(type(value), frozenset(vars(type(value))))
 
-    def _note_attributes(self, name: str, owner: Any, depth: int) -> None:
+    def _record_attributes(self, name: str, owner: Any, depth: int) -> None:
         self._seen.add(id(owner))
-        self._note_names(name, _Attributes(owner, None), depth)
+        self._record_names(name, _Attributes(owner, None), depth)
 
-    def _note_names(self, name: str, attributes: _Attributes, depth: int) -> None:
+    def _record_names(self, name: str, attributes: _Attributes, depth: int) -> None:
         own = attributes.own()
         self._states.append((name, attributes, own))
         for key, value in own.items():
-            self._note(f"{name}.{key}", value, depth)
+            self._record(f"{name}.{key}", value, depth)
 
-    def _note_class(self, kind: type, names: frozenset[str]) -> None:
-        """Note what a class and its bases have under these names, and what methods name."""
+    def _record_class(self, kind: type, names: frozenset[str]) -> None:
+        """Record these names of a class and its bases, and what their methods name."""
         for base in kind.__mro__:
             if is_the_users(base):
-                self._note_space(base.__name__, base, names, names, kind)
+                self._record_space(base.__name__, base, names, names, kind)
 
-    def _note_space(
+    def _record_space(
         self, label: str, owner: Any, names: frozenset[str], inner: frozenset[str], kind: Any
     ) -> None:
-        """Note values of a namespace, and what functions there name.
+        """Record values of a namespace, and what functions in it name.
 
         Args:
-            label: of the namespace.
-            owner: class, module, closure's cell, or the globals of a function.
-            names: of interest.
-            inner: names that are looked up in modules and classes found there.
-            kind: class of the ``self`` of functions found there, or ``None``.
+            label: name of the namespace.
+            owner: class, module, closure cell, or the globals of a function.
+            names: names to record.
+            inner: names to record in modules and classes found there.
+            kind: class of ``self`` in the functions found there, if any.
         """
         space, key = _Attributes(owner, names), (id(owner), names)
         if key in self._spaces:
             return
         self._spaces.add(key)
-        self._note_names(label, space, 0)
+        self._record_names(label, space, 0)
         for value in space.own().values():
             function = function_of(value)
             if isinstance(value, types.ModuleType):
                 if is_the_users(value):
-                    self._note_space(value.__name__, value, inner, inner, None)
+                    self._record_space(value.__name__, value, inner, inner, None)
             elif function is not None:
-                self._note_function(function, kind)
+                self._record_function(function, kind)
             elif isinstance(value, type):
-                self._note_class(value, inner)
+                self._record_class(value, inner)
 
-    def _note_function(self, function: types.FunctionType, kind: type | None) -> None:
+    def _record_function(self, function: types.FunctionType, kind: type | None) -> None:
         if (function, kind) in self._functions or not is_the_users(function):
             return
         self._functions.add((function, kind))
         label, names = function.__module__, frozenset(names_in(function.__code__))
-        self._note_attributes(function.__qualname__, function, 0)
-        self._note_space(label, function.__globals__, names, names, None)
+        self._record_attributes(function.__qualname__, function, 0)
+        self._record_space(label, function.__globals__, names, names, None)
         for cell in function.__closure__ or ():
-            self._note_space(label, cell, frozenset({"cell_contents"}), names, None)
+            self._record_space(label, cell, frozenset({"cell_contents"}), names, None)
         if kind is not None:
-            self._note_class(kind, names)
+            self._record_class(kind, names)
 
 
 def _is_of_the_user(value: Any) -> bool:
@@ -155,11 +152,11 @@ def _is_of_the_user(value: Any) -> bool:
 
 
 class _Attributes:
-    """Values of names that belong to the user.
+    """Names of a namespace that belong to the user.
 
     Args:
-        owner: an object, class, module, closure's cell, or the globals of a function.
-        names: of interest; ``None``: all of an object's but those of torch and of ours.
+        owner: object, class, module, closure cell, or the globals of a function.
+        names: names to look at; ``None``: all of an object's except torch's and ours.
     """
 
     def __init__(self, owner: Any, names: frozenset[str] | None) -> None:
@@ -167,18 +164,17 @@ class _Attributes:
         self._names = names
 
     def own(self) -> dict[str, Any]:
-        """Return the values by name."""
         values = self._namespace()
         if self._names is not None:
             return {name: values[name] for name in self._names if name in values}
         return {
             key: value
             for key, value in values.items()
-            if key not in _TABLES and not key.startswith(("_fsdp_", "_flat_weight"))
+            if key not in TABLES and not key.startswith(("_fsdp_", "_flat_weight"))
         }
 
     def put_back(self, before: dict[str, Any]) -> None:
-        """Give names the values that they had; an object's attributes in the order they had."""
+        """Restore the values, and for an object's attributes also their order."""
         owner, now = self._owner, self.own()
         if isinstance(owner, type) or not (isinstance(owner, dict) or hasattr(owner, "__dict__")):
             for name in now.keys() - before.keys():
@@ -210,7 +206,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _base_of(container: Any) -> Any:
-    """Built-in class of a container, whose methods a subclass may have overridden."""
+    """Return the built-in class of a container; a subclass may override its methods."""
     return next(base for base in _CONTAINERS if isinstance(container, base))
 
 
@@ -223,7 +219,7 @@ def _shallow(container: Any) -> Any:
 
 
 def _is_equal(there: Any, before: Any) -> bool:
-    """Whether something holds the same objects as before, in one order."""
+    """Whether a namespace or container holds the same objects as before, in the same order."""
     now: Any = there.own() if isinstance(there, _Attributes) else _shallow(there)
     if isinstance(now, set):
         return bool(now == before)
@@ -240,7 +236,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _numpys_random_state() -> Any:
-    """The state of numpy's global generator, in objects that can be compared; ``None`` without."""
+    """State of numpy's global generator in comparable form; ``None`` if numpy is not imported."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -259,7 +255,7 @@ def _fill(there: Any, before: Any) -> None:
 
 
 def thawed(value: Any) -> Any:
-    """A copy of nested arguments in which lists and dicts may be changed."""
+    """Copy nested arguments so that lists and dicts may be changed."""
     if isinstance(value, dict):
         return {key: thawed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -268,7 +264,7 @@ def thawed(value: Any) -> Any:
 
 
 def holds_containers(values: Iterable[Any]) -> bool:
-    """Whether there are lists or dicts among arguments, or in tuples among them."""
+    """Whether there are lists or dicts among arguments, or inside tuples among them."""
     return any(
         isinstance(value, list | dict) or (isinstance(value, tuple) and holds_containers(value))
         for value in values
@@ -276,7 +272,7 @@ def holds_containers(values: Iterable[Any]) -> bool:
 
 
 def are_as_given(value: Any, given: Any) -> bool:
-    """Whether a copy that ``thawed`` has made holds what it was made of."""
+    """Whether a copy made by ``thawed`` still holds what it was made from."""
     if isinstance(given, dict | list | tuple) and not isinstance(value, dict | list | tuple):
         return False
     if isinstance(given, dict):
@@ -289,22 +285,20 @@ def are_as_given(value: Any, given: Any) -> bool:
 # -- users hooks -----------------------------------------------------------------------------------
 # Users' hooks on layers inside units (``register_forward_hook`` and its relatives).
 #
-# Dynamo traces such hooks into the code of a unit, which equal units share, without guards on
-# them. So a unit with hooks inside is not compiled: it runs eagerly between its compiled
-# neighbours, and every hook is called once, with real tensors. It is no leaf of a graph either,
-# whose output is computed once with fake tensors: a graph ends at it, unless it was traced before
-# it got the hooks.
+# Dynamo would trace such hooks into code that equal units share, without guards on them. So a unit
+# with hooks inside is not compiled: it runs eagerly between compiled units, and every hook is
+# called once, with real tensors. It cannot be a leaf either, because a leaf runs on fake tensors
+# first; the graph ends at the unit, unless the graph was traced before the hooks were registered.
 
 
 HookTables = list[Mapping[int, Callable[..., Any]]]
 
 _LIBRARIES = ("torch", "transformers", "fsdp_dynamo")
-"""Packages whose own hooks are the same in equal units, so that these can share code with them:
-torch's of tensor parallelism, and those of transformers that record outputs of layers."""
+"""Packages whose own hooks (tensor parallelism, recorded outputs) are the same in equal units."""
 
 
 def hook_tables(module: nn.Module) -> HookTables:
-    """Where the hooks of all modules of a tree are; these stay the same objects."""
+    """Return the tables of hooks of all modules in a tree. Modules keep these objects."""
     tables: HookTables = []
     for one in module.modules():
         tables += (
@@ -317,12 +311,11 @@ def hook_tables(module: nn.Module) -> HookTables:
 
 
 def has_hooks(tables: HookTables) -> bool:
-    """Whether there are users' hooks in some tables; most often they are all empty."""
+    """Whether tables hold hooks of the user; most often all are empty."""
     return any(tables) and not all(_is_of_a_library(h) for table in tables for h in table.values())
 
 
 def _is_of_a_library(hook: Any) -> bool:
-    """Whether a hook was not written by the user."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__

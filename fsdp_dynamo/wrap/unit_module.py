@@ -41,7 +41,7 @@ from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
-from fsdp_dynamo.graph_mode.gradient_routing import carrier_of, mark_shard
+from fsdp_dynamo.graph_mode.gradient_routing import mark_shard, unreduced_input_of
 from fsdp_dynamo.graph_mode.trace import Inputs, check_originals, traced_forward
 from fsdp_dynamo.graph_mode.traced_unit import stand_in_for
 from fsdp_dynamo.hooks_mode import leaves
@@ -163,7 +163,7 @@ class UnitModule(UserMethods):
     def _fsdp_share_shards(self) -> None:
         """Collect this unit's inputs of compiled graphs: its shards and their stand-ins."""
         flats = self._fsdp_own_unit.flats
-        self._fsdp_carriers = tuple(carrier_of(flat) for flat in flats)
+        self._fsdp_unreduced = tuple(unreduced_input_of(flat) for flat in flats)
         self._fsdp_graph_inputs, self._fsdp_full_graph_inputs = (
             tuple(
                 [(f.sharded, stand_in_for(self, f, is_full_precision=x), None, None) for f in flats]
@@ -246,7 +246,7 @@ class UnitModule(UserMethods):
         if not torch.is_grad_enabled():
             return inputs
         if not accumulation.sync and not self._fsdp_own_unit.settings.reduces:
-            return [(*t[:3], c) for t, c in zip(inputs, self._fsdp_carriers)]  # noqa: B905  # traced
+            return [(*t[:3], c) for t, c in zip(inputs, self._fsdp_unreduced)]  # noqa: B905  # traced
         # A unit that runs twice in a graph must add its sum of gradients once.
         if accumulation.has_sums and is_first_call(self._fsdp_unit_key):
             sums = [flat.grad_sum.total for flat in self._fsdp_own_unit.flats]

@@ -1,4 +1,4 @@
-"""Flat gradients in a graph: the writes into each, and the bytes that are copied."""
+"""Flat gradients in a graph: the gradient buffer of one flat parameter, written slice by slice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from graph_passes.graph_utils import collectives, num_bytes, op_name
-from graph_passes.markers import NO_VALUE, mark_of
+from graph_passes.graph_utils import collectives, is_reduction, op_name
+from graph_passes.markers import NO_VALUE
 
 CASTS = frozenset({"aten::_to_copy", "prims::convert_element_type"})
-_FUSED = frozenset({"aten::sum"})
 
 
 class Range(NamedTuple):
@@ -25,23 +24,18 @@ class Range(NamedTuple):
 
 
 def write_name(node: fx.Node) -> str:
-    """Name of the operator below that a node calls; ``""`` for other nodes."""
+    """Return the name of the operator below that a node calls, else ``""``."""
     namespace, _, name = op_name(node).partition("::")
     return name if namespace == NAMESPACE else ""
 
 
 def reductions(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The marked collectives that reduce gradients, in graph order."""
-    return filter(_reduces, collectives(graph))
-
-
-def _reduces(collective: fx.Node) -> bool:
-    mark = mark_of(collective)
-    return mark is not None and mark.kind != "all_gather"
+    """Yield the marked collectives that reduce gradients, in graph order."""
+    return filter(is_reduction, collectives(graph))
 
 
 def concatenation_of(reduction: fx.Node) -> fx.Node | None:
-    """The concatenation of flattened gradients that a reduction reads, if nothing else does."""
+    """Return the concatenation of flattened gradients that only this reduction reads, if any."""
     source = reduction.args[0]
     cat: Any = source
     if isinstance(source, fx.Node) and op_name(source) in CASTS and len(source.users) == 1:
@@ -55,12 +49,12 @@ def concatenation_of(reduction: fx.Node) -> fx.Node | None:
 
 
 def chain_of(reduction: fx.Node) -> list[fx.Node]:
-    """The writes of a reduction's flat gradient, the last one first, ``new_flat`` at the end."""
+    """Return the writes of a reduction's flat gradient, from the last to ``new_flat``."""
     return chain_of_writes(reduction.args[0])
 
 
 def chain_of_writes(node: object) -> list[fx.Node]:
-    """The writes of a flat gradient, given by the last one; empty for other nodes."""
+    """Return the writes of a flat gradient, given the last one; empty for other nodes."""
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node) and write_name(node):
         chain.append(node)
@@ -68,48 +62,8 @@ def chain_of_writes(node: object) -> list[fx.Node]:
     return chain
 
 
-def copied_bytes(graph: fx.Graph, fuses: bool = False) -> int:
-    """Bytes copied between the producers of gradients and the reductions.
-
-    Counts what concatenations read, and what ``write`` copies without a cast.
-
-    Args:
-        graph: before the collectives are lowered.
-        fuses: whether the compiler fuses a ``write`` with the sum that makes its source.
-    """
-    total = 0
-    for reduction in reductions(graph):
-        cat = concatenation_of(reduction)
-        copied = [] if cat is None else [cat]
-        for write in chain_of(reduction):
-            copied += _copied(write, fuses)
-        total += sum(num_bytes(node) for node in copied)
-    return total
-
-
-def _copied(write: fx.Node, fuses: bool) -> list[fx.Node]:
-    """The gradients that a write copies as they are."""
-    if write_name(write) not in ("write", "write_many"):
-        return []
-    dtype = write.meta["val"].dtype
-    kept = [source for source in _sources(write) if source.meta["val"].dtype == dtype]
-    return [source for source in kept if not (fuses and op_name(_base(source)) in _FUSED)]
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The tensor that a gradient is a reshaped view of."""
-    while op_name(node) in ("aten::view", "aten::reshape") and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _sources(write: fx.Node) -> list[fx.Node]:
-    sources: Any = write.args[2] if write_name(write) == "write_many" else [write.args[3]]
-    return list(sources)
-
-
 def ranges_of(write: fx.Node) -> list[Range]:
-    """Elements that a node of a chain writes."""
+    """Return the elements that a node of a chain writes."""
     name = write_name(write)
     args: Any = write.args
     if name == "new_flat":
@@ -129,15 +83,15 @@ def ranges_of(write: fx.Node) -> list[Range]:
 
 
 def misplaced_writes(found: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str, str]]:
-    """Writes of elements that are left out, written twice, or added to before they are written.
+    """Find elements that are left out, written twice, or added to before they are written.
 
     Args:
-        found: the marked collectives of a graph.
+        found: marked collectives of a graph.
 
     Yields:
-        The node, what was expected of it, and what came.
+        The node, what was expected of it, and what was found.
     """
-    for reduction in filter(_reduces, found):
+    for reduction in filter(is_reduction, found):
         chain = chain_of(reduction)
         if not chain:
             continue
@@ -151,7 +105,7 @@ def misplaced_writes(found: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str, s
 
 
 def _misplaced(chain: list[fx.Node]) -> Iterator[tuple[fx.Node, str, str]]:
-    """Misplaced writes of one chain, its first node first."""
+    """Check one chain, given from its first node to its last."""
     written: set[tuple[int, int]] = set()
     for node in chain:
         for begin, end, adds in ranges_of(node):
@@ -172,34 +126,33 @@ def _misplaced(chain: list[fx.Node]) -> Iterator[tuple[fx.Node, str, str]]:
 # -- operators -------------------------------------------------------------------------------------
 # Operators that write a gradient into its slice of a flat gradient.
 #
-# ``new_flat`` makes the buffer. Every other operator mutates its first argument and returns it,
-# so that a graph holds the writes of one flat gradient as a chain, and whoever moves nodes by
-# what they depend on keeps the order right::
+# ``new_flat`` allocates the buffer. Every other operator mutates its first argument and returns it.
+# So the writes of one flat gradient are a chain in the graph, and reordering by dependencies keeps
+# their order::
 #
 #     new_flat -> mm_into -> sum_into -> write -> reduce_scatter
 #
-# A slice is given as ``size`` (where the operator cannot tell), ``stride`` and ``offset`` within
-# the flat gradient ``(padded_numel,)``, in elements. ``accumulate`` adds to what is there.
+# ``size`` (if it is not implied), ``stride`` and ``offset`` describe a slice of the flat gradient
+# ``(padded_numel,)``, in elements. ``accumulate`` adds to what is there.
 
 
 NAMESPACE = "fsdp_dynamo_grad"
 
 
 def new_flat(like: Tensor, numel: int, gaps: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialized flat gradient, ``NO_VALUE`` in its gaps.
+    """Return an uninitialized flat gradient with ``NO_VALUE`` in its gaps.
 
     Args:
         like: any tensor of the same device.
-        numel: its length.
-        gaps: begin and end of each range that nothing is written to, in order:
-            ``[b0, e0, b1, e1, ...]``.
-        dtype: its dtype.
+        numel: length.
+        gaps: begin and end of each range that nothing is written to: ``[b0, e0, b1, e1, ...]``.
+        dtype: dtype.
     """
     return new_flat_on(str(like.device), numel, gaps, dtype)
 
 
 def new_flat_on(device: str, numel: int, gaps: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``new_flat``, on a device that is given by name."""
+    """Return ``new_flat`` on a device that is given by name."""
     flat = torch.empty(numel, dtype=dtype, device=device)
     for begin, end in zip(gaps[::2], gaps[1::2], strict=True):
         flat[begin:end].fill_(NO_VALUE)
@@ -209,7 +162,7 @@ def new_flat_on(device: str, numel: int, gaps: Sequence[int], dtype: torch.dtype
 def mm_into(
     flat: Tensor, offset: int, stride: Sequence[int], a: Tensor, b: Tensor, accumulate: bool
 ) -> Tensor:
-    """The product of two matrices, or of two batches of matrices."""
+    """Write the product of two matrices, or of two batches of matrices."""
     out = flat.as_strided((*a.shape[:-1], b.shape[-1]), stride, offset)
     if a.dim() == 3:
         if accumulate:
@@ -232,7 +185,7 @@ def sum_into(
     dims: Sequence[int],
     keepdim: bool,
 ) -> Tensor:
-    """The sum of ``source`` over ``dims``."""
+    """Write the sum of ``source`` over ``dims``."""
     torch.sum(source, list(dims), keepdim, out=flat.as_strided(size, stride, offset))
     return flat
 
@@ -247,7 +200,7 @@ def embedding_into(
     mask: Tensor | None,
     padding_idx: int,
 ) -> Tensor:
-    """Rows ``values``, summed by ``indices``; 0 where ``mask`` is false, and at ``padding_idx``."""
+    """Write ``values`` summed by ``indices``; 0 where ``mask`` is false, and at ``padding_idx``."""
     out = flat.as_strided(size, stride, offset).zero_()
     rows = indices.reshape(-1)
     values = values.reshape(-1, size[-1])
@@ -255,7 +208,7 @@ def embedding_into(
         mask = mask.reshape(-1)
         rows = rows.masked_fill(~mask, 0)
         values = values.masked_fill(~mask.unsqueeze(1), 0)
-    if out.is_cuda:  # index_add_ would use atomics: another sum in every run
+    if out.is_cuda:  # index_add_ would use atomics, and sum in another order in every run
         out.index_put_((rows,), values, accumulate=True)
     else:
         out.index_add_(0, rows, values)
@@ -265,7 +218,7 @@ def embedding_into(
 
 
 def add_into(flat: Tensor, offset: int, stride: Sequence[int], source: Tensor) -> Tensor:
-    """Add a gradient to what is in its slice."""
+    """Add a gradient to its slice."""
     flat.as_strided(source.shape, stride, offset).add_(source)
     return flat
 
@@ -277,7 +230,7 @@ def write(flat: Tensor, offset: int, stride: Sequence[int], source: Tensor) -> T
 
 
 def write_many(flat: Tensor, offsets: Sequence[int], sources: Sequence[Tensor]) -> Tensor:
-    """``write`` of several small gradients, each contiguous in its slice."""
+    """Copy several small gradients, each contiguous in its slice."""
     pairs = zip(offsets, sources, strict=True)
     slices = [flat.narrow(0, offset, source.numel()).view_as(source) for offset, source in pairs]
     torch._foreach_copy_(slices, list(sources))
@@ -288,7 +241,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function
     for function in (new_flat, mm_into, sum_into, embedding_into, add_into, write, write_many)
 }
-"""Functions behind the operators, by name; a graph run as Python may call them directly."""
+"""Functions behind the operators, by name; a graph run as Python calls them directly."""
 
 _FLAT = "Tensor(a!) flat, "
 _SCHEMAS = {
@@ -339,5 +292,4 @@ for _name, _function in FUNCTIONS.items():
         _define(f"{_name}_", "()", _nothing, _returning_nothing(_fake_write))
 
 OPERATORS = getattr(torch.ops, NAMESPACE)
-"""The operators. Each but ``new_flat`` also comes as ``<name>_``, which returns nothing: the form
-that Inductor takes."""
+"""The operators. Each but ``new_flat`` has a form ``<name>_`` without result, for Inductor."""

@@ -10,13 +10,13 @@ After::
 
     new_flat -> mm_into -> sum_into -> reduce_scatter
 
-The flat gradient is made right before its first write, with ``NO_VALUE`` where nothing is written:
-padding, and parameters without a gradient. A gradient that something else reads too, or that is
-made by an operator that cannot write into a slice, is copied there (``write``). Where gradients
-are cast for the reduction, that copy is the cast.
+The flat gradient is allocated right before its first write, with ``NO_VALUE`` where nothing is
+written: padding, and parameters without a gradient. A gradient is copied (``write``) if another
+node reads it too, or if its operator cannot write into a slice. If gradients are cast for the
+reduction, that copy is the cast.
 
-``add(mm, mm)``, a weight used twice, becomes a product and one that accumulates. That rounds
-once less, so it is the one change that is not bitwise.
+``add(mm, mm)``, a weight used twice, becomes a product and a product that accumulates. That rounds
+once less: the only change that is not bitwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from graph_passes.gradients.flat_gradient import (
     reductions,
     write_name,
 )
-from graph_passes.gradients.producers import PRODUCERS, SUMS, Piece, Write, is_zero, writes_of
+from graph_passes.gradients.producers import PRODUCERS, SUMS, GradSlice, Write, is_zero, writes_of
 from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import num_bytes, order_index
 
@@ -46,7 +46,7 @@ def grad_buffer(graph: fx.Graph) -> None:
 
 @graph_pass("grad_buffer")
 def grad_buffer_node_by_node(graph: fx.Graph) -> None:
-    """Write gradients right into the flat gradient; sums write by themselves too."""
+    """Write gradients right into the flat gradient, sums included."""
     _rewrite_all(graph, PRODUCERS | SUMS)
 
 
@@ -67,7 +67,7 @@ def _rewrite(graph: fx.Graph, reduction: fx.Node, cat: fx.Node, producers: dict[
         if not slot.numel():
             continue
         if not is_zero(node):
-            writes += writes_of(Piece(node, slot), producers)
+            writes += writes_of(GradSlice(node, slot), producers)
             continue
         begin = int(slot.storage_offset())
         if gaps and gaps[-1] == begin:
@@ -93,7 +93,7 @@ def _rewrite(graph: fx.Graph, reduction: fx.Node, cat: fx.Node, producers: dict[
 
 
 def _slots(cat: fx.Node, dtype: torch.dtype) -> list[tuple[fx.Node, torch.Tensor]]:
-    """Each input of a concatenation with its slice, as a meta tensor of the flat gradient."""
+    """Return the inputs of a concatenation, each with its slice of a flat gradient on meta."""
     pieces: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
     sizes = [int(piece.meta["val"].numel()) for piece in pieces]
     flat = torch.empty(sum(sizes), dtype=dtype, device="meta")
@@ -101,7 +101,7 @@ def _slots(cat: fx.Node, dtype: torch.dtype) -> list[tuple[fx.Node, torch.Tensor
 
 
 def _place(producer: fx.Node, cat: fx.Node) -> fx.Node:
-    """The node that a write follows: its producer; an input of the graph is copied last."""
+    """Return the node that a write follows; inputs are copied right before ``cat``."""
     return cat.prev if producer.op == "placeholder" else producer
 
 
@@ -111,7 +111,7 @@ def _behind(anchor: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
 
 
 def _describe(node: fx.Node, producer: fx.Node, value: torch.Tensor) -> None:
-    """Give a write the marks of the compute whose place it takes."""
+    """Give a write the marks of the compute that it replaces."""
     if producer.op != "placeholder":
         dropped = ("val", "tensor_meta", "eager_input_vals")
         node.meta.update({k: v for k, v in producer.meta.items() if k not in dropped})
@@ -119,7 +119,7 @@ def _describe(node: fx.Node, producer: fx.Node, value: torch.Tensor) -> None:
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node and what it alone needed."""
+    """Erase a node without users, and what only it needed."""
     if node.users or node.op != "call_function":
         return
     inputs = node.all_input_nodes
@@ -129,7 +129,7 @@ def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
 
 
 # -- group writes ----------------------------------------------------------------------------------
-# Group writes: small gradients that are copied into the flat gradient go there together.
+# Group writes: small gradients are copied into the flat gradient together.
 #
 # Before::
 #
@@ -148,7 +148,7 @@ SMALL_BYTES = 1 << 16
 
 @graph_pass(is_bitwise=True)
 def group_writes(graph: fx.Graph) -> None:
-    """Merge each flat gradient's small copies into one, behind the last of what they copy."""
+    """Merge each flat gradient's small copies into one, after the last of their sources."""
     for reduction in list(reductions(graph)):
         small = [node for node in reversed(chain_of(reduction)) if _is_small(node)]
         if len(small) > 1:
@@ -181,7 +181,7 @@ def _merge(graph: fx.Graph, reduction: fx.Node, writes: list[fx.Node]) -> None:
 
 
 def _make_late(new_flat: fx.Node) -> None:
-    """Move the buffer's making to its first write, which may be later now."""
+    """Move the allocation of a flat gradient to its first write, which may be later now."""
     first = next(iter(new_flat.users))
     first.prepend(new_flat)
     like = next(node for node in first.all_input_nodes if node is not new_flat)

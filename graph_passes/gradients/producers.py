@@ -1,7 +1,7 @@
 """From a gradient in a graph to the operators that write it into its slice.
 
 A gradient reaches the concatenation through views (``mm -> t -> view -> cat``). ``trace_back``
-undoes them on the slice, so that what made the gradient can write it there::
+undoes them on the slice, so that the gradient's producer can write there::
 
     slice (512,) at 1696   <- view   <- (16, 32), stride (32, 1), at 1696   <- mm
 """
@@ -32,13 +32,12 @@ _ROW_WRITES = frozenset({"aten::index_put", "aten::_unsafe_index_put"})
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A gradient and where it belongs.
+class GradSlice:
+    """A gradient and its slice.
 
     Attributes:
-        node: what makes it.
-        slot: a meta tensor: its shape, stride and offset are those of the slice, its dtype is
-            that of the flat gradient.
+        node: node that makes the gradient.
+        slot: meta tensor with shape, stride and offset of the slice, and the flat gradient's dtype.
     """
 
     node: fx.Node
@@ -46,7 +45,7 @@ class Piece:
 
     @property
     def value(self) -> torch.Tensor:
-        """The gradient's metadata."""
+        """Metadata of the gradient."""
         value: torch.Tensor = self.node.meta["val"]
         return value
 
@@ -63,10 +62,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Write:
-    """One operator that is to write.
+    """An operator that writes a gradient.
 
     Attributes:
-        node: the gradient's producer: the write goes to its place.
+        node: the gradient's producer, whose place the write takes.
         target: the operator.
         args: its arguments after the flat gradient.
     """
@@ -77,7 +76,7 @@ class Write:
 
 
 def is_private(node: fx.Node) -> bool:
-    """Whether exactly one argument of one node is this one."""
+    """Whether a node is exactly one argument of exactly one node."""
     if len(node.users) != 1 or node.op != "call_function":
         return False
     count = 0
@@ -99,8 +98,8 @@ def is_zero(node: fx.Node) -> bool:
     return name in _ZEROS or (name in _FULL and bool(node.args[_FULL[name]] == 0))
 
 
-def trace_back(piece: Piece) -> Piece:
-    """Undo the views, and a cast to the flat gradient's dtype, between a producer and its slice."""
+def trace_back(piece: GradSlice) -> GradSlice:
+    """Undo views, and a cast to the flat gradient's dtype, between a producer and its slice."""
     while is_private(piece.node):
         source = _before(piece)
         if source is None:
@@ -109,8 +108,8 @@ def trace_back(piece: Piece) -> Piece:
     return piece
 
 
-def _before(piece: Piece) -> Piece | None:
-    """One step of ``trace_back``; ``None`` if the node is no view, or none that can be undone."""
+def _before(piece: GradSlice) -> GradSlice | None:
+    """Undo one node of ``trace_back``; ``None`` if it is no view, or none that can be undone."""
     node, slot = piece.node, piece.slot
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
@@ -118,18 +117,18 @@ def _before(piece: Piece) -> Piece | None:
     name = op_name(node)
     if name in _RESHAPES:
         try:
-            return Piece(source, slot.view(source.meta["val"].shape))
+            return GradSlice(source, slot.view(source.meta["val"].shape))
         except (RuntimeError, ValueError):  # on meta tensors, and on fake ones
             return None
     if name in _TRANSPOSES:
-        return Piece(source, slot.permute(_inverse(node, slot.dim())))
+        return GradSlice(source, slot.permute(_inverse(node, slot.dim())))
     if name in CASTS and not piece.is_cast and source.meta["val"].shape == slot.shape:
-        return Piece(source, slot)
+        return GradSlice(source, slot)
     return None
 
 
 def _inverse(node: fx.Node, num_dims: int) -> list[int]:
-    """The permutation that undoes a transposing node."""
+    """Return the permutation that undoes a transposing node."""
     dims = list(range(num_dims))
     if num_dims < 2:
         return dims
@@ -146,13 +145,13 @@ def _inverse(node: fx.Node, num_dims: int) -> list[int]:
 # -- producers ------------------------------------------------------------------------------------
 
 
-def _product(piece: Piece, accumulate: bool) -> Write | None:
+def _product(piece: GradSlice, accumulate: bool) -> Write | None:
     a, b = piece.node.args[-2:]
     target = OPERATORS.mm_into.default
     return Write(piece.node, target, (*piece.where, a, b, accumulate))
 
 
-def _sum(piece: Piece, accumulate: bool) -> Write | None:
+def _sum(piece: GradSlice, accumulate: bool) -> Write | None:
     node = piece.node
     if accumulate or node.kwargs or len(node.args) < 2 or not node.args[1]:
         return None
@@ -162,8 +161,8 @@ def _sum(piece: Piece, accumulate: bool) -> Write | None:
     return Write(node, OPERATORS.sum_into.default, args)
 
 
-def _rows(piece: Piece, indices: Any, values: Any, mask: Any, padding_idx: int) -> Write | None:
-    """Rows summed by index; in low precision only the operator itself sums in float."""
+def _rows(piece: GradSlice, indices: Any, values: Any, mask: Any, padding_idx: int) -> Write | None:
+    """Write rows summed by index. In low precision only the operator itself sums in float."""
     size = list(piece.slot.shape)
     shape = [*indices.meta["val"].shape, *size[1:]]
     if piece.slot.dtype not in (torch.float32, torch.float64) or len(size) != 2:
@@ -177,28 +176,28 @@ def _rows(piece: Piece, indices: Any, values: Any, mask: Any, padding_idx: int) 
     return Write(piece.node, OPERATORS.embedding_into.default, args)
 
 
-def _embedding(piece: Piece, accumulate: bool) -> Write | None:
+def _embedding(piece: GradSlice, accumulate: bool) -> Write | None:
     values, indices, _, padding_idx, scale_by_frequency = piece.node.args
     if accumulate or scale_by_frequency:
         return None
     return _rows(piece, indices, values, None, padding_idx)  # type: ignore[arg-type]
 
 
-def _masked_rows(piece: Piece, accumulate: bool) -> Write | None:
+def _masked_rows(piece: GradSlice, accumulate: bool) -> Write | None:
     base, mask, indices, values = piece.node.args
     if accumulate or not is_zero(base) or len(indices) != 1:  # type: ignore[arg-type]
         return None
     return _rows(piece, indices[0], values, mask, -1)  # type: ignore[index]
 
 
-def _unmasked_rows(piece: Piece, accumulate: bool) -> Write | None:
+def _unmasked_rows(piece: GradSlice, accumulate: bool) -> Write | None:
     base, indices, values, *adds = piece.node.args
     if accumulate or adds != [True] or not is_zero(base) or len(indices) != 1:  # type: ignore[arg-type]
         return None
     return _rows(piece, indices[0], values, None, -1)  # type: ignore[index]
 
 
-_Producer = Callable[[Piece, bool], Write | None]
+_Producer = Callable[[GradSlice, bool], Write | None]
 
 PRODUCERS: dict[str, _Producer] = {
     "aten::mm": _product,
@@ -208,20 +207,20 @@ PRODUCERS: dict[str, _Producer] = {
     "aten::_unsafe_masked_index_put_accumulate": _masked_rows,
     **dict.fromkeys(_ROW_WRITES, _unmasked_rows),
 }
-"""Producers that write by themselves under every compiler."""
+"""Producers that can write into a slice under every compiler."""
 
 SUMS: dict[str, _Producer] = {"aten::sum": _sum}
-"""Reductions: a compiler that fuses them stores the result into the slice on its own."""
+"""Reductions, which write into a slice only where no compiler fuses them with the copy."""
 
 
-def writes_of(piece: Piece, producers: dict[str, _Producer]) -> list[Write]:
-    """The writes that take the place of a gradient, in graph order.
+def writes_of(piece: GradSlice, producers: dict[str, _Producer]) -> list[Write]:
+    """Return the writes that replace a gradient, in graph order.
 
-    A sum of two gradients, ``add(mm, x)``, becomes a write and one that accumulates.
+    A sum of two gradients, ``add(mm, x)``, becomes a write and a write that accumulates.
 
     Args:
-        piece: the input of a concatenation and its slice.
-        producers: the operators that can write by themselves.
+        piece: input of a concatenation and its slice.
+        producers: operators that can write by themselves.
     """
     whole = trace_back(piece)
     terms = _terms(whole)
@@ -236,7 +235,7 @@ def writes_of(piece: Piece, producers: dict[str, _Producer]) -> list[Write]:
     return writes
 
 
-def _direct(piece: Piece, producers: dict[str, _Producer], accumulate: bool) -> Write | None:
+def _direct(piece: GradSlice, producers: dict[str, _Producer], accumulate: bool) -> Write | None:
     producer = producers.get(op_name(piece.node))
     if producer is None or piece.is_cast or not is_private(piece.node):
         return None
@@ -245,16 +244,16 @@ def _direct(piece: Piece, producers: dict[str, _Producer], accumulate: bool) -> 
     return producer(piece, accumulate)
 
 
-def _copy(piece: Piece) -> Write:
+def _copy(piece: GradSlice) -> Write:
     return Write(piece.node, OPERATORS.write.default, (*piece.where, piece.node))
 
 
-def _add(piece: Piece) -> Write:
+def _add(piece: GradSlice) -> Write:
     return Write(piece.node, OPERATORS.add_into.default, (*piece.where, piece.node))
 
 
-def _terms(piece: Piece) -> list[Piece]:
-    """Terms that a gradient is the sum of."""
+def _terms(piece: GradSlice) -> list[GradSlice]:
+    """Return the terms whose sum a gradient is."""
     node = piece.node
     name = op_name(node)
     if piece.is_cast or not is_private(node) or node.kwargs:
@@ -269,11 +268,11 @@ def _terms(piece: Piece) -> list[Piece]:
         return [piece]
     found = [] if name == "aten::add" else [piece]
     for summand in summands:
-        found += _terms(trace_back(Piece(summand, piece.slot)))  # type: ignore[arg-type]
+        found += _terms(trace_back(GradSlice(summand, piece.slot)))  # type: ignore[arg-type]
     return found
 
 
-def _is_like(node: fx.Node, piece: Piece) -> bool:
+def _is_like(node: fx.Node, piece: GradSlice) -> bool:
     value = node.meta.get("val")
     return (
         isinstance(value, torch.Tensor)
@@ -284,7 +283,7 @@ def _is_like(node: fx.Node, piece: Piece) -> bool:
 
 
 # -- absent ----------------------------------------------------------------------------------------
-# Absent gradients: what a graph puts into a flat gradient for parameters that no loss touched.
+# Unused parameters: what a graph puts into a flat gradient for parameters that no loss touches.
 #
 # Before::
 #
@@ -296,7 +295,7 @@ def _is_like(node: fx.Node, piece: Piece) -> bool:
 #     mm -> view --+
 #     full(-0.0) --+-> cat -> reduce_scatter
 #
-# Autograd fills in zeros. Reduced, they could not be told from a gradient that is zero.
+# Autograd fills in zeros. After the reduction they could not be told from a gradient that is zero.
 
 
 _CONSTANTS = frozenset({"aten::zeros", "aten::full"})
@@ -307,7 +306,7 @@ Ranges = Sequence[tuple[int, int]]
 
 @graph_pass(is_bitwise=True)
 def absent_gradients(graph: fx.Graph) -> None:
-    """Write down which parameters have no gradient, in what is reduced."""
+    """Write ``NO_VALUE`` for parameters without a gradient, in what is reduced."""
     for cat in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         if not cuts_views(cat):
             continue
@@ -331,12 +330,12 @@ def _replace(cat: fx.Node, index: int, piece: fx.Node) -> None:
 
 
 def absent_in(flat_gradient: object) -> Ranges:
-    """Elements of a flat gradient that this rank does not compute.
+    """Return the elements of a flat gradient that this rank does not compute.
 
     Args:
-        flat_gradient: what a reduction reads: a concatenation or a chain of writes, perhaps cast or
-            reduced before. Of a sum (a unit that is called several times), what all terms lack; an
-            input of the graph, the sum of earlier steps, is no term: its values tell.
+        flat_gradient: input of a reduction: a concatenation or a chain of writes, perhaps cast or
+            reduced before. Of a sum (a unit that is called several times), the result is what all
+            terms lack. Gradients of earlier steps, a graph input, are left out: their values tell.
     """
     if not isinstance(flat_gradient, fx.Node):
         return ()

@@ -1,7 +1,7 @@
 """Liveness: the bytes that a graph keeps alive while each of its nodes runs.
 
-What counts is storages (see ``aliasing``). A storage is alive from the node that allocates it to
-the last node that uses it or a view of it, both included::
+Storages are counted, not tensors. A storage is alive from the node that allocates it to the last
+node that uses it or a view of it, both included::
 
     position      0    1      2       3      4       5     6    7
     node          ag   wait   split   mm_1   ag_2    mm_2  rs   wait
@@ -12,12 +12,11 @@ the last node that uses it or a view of it, both included::
     receive buffer (gloo)                                  =========    ``in_flight_bytes``
     sharded gradient                                       =========... an output: to the end
 
-- An all-gather allocates its unsharded output at its issue. A reduction allocates its output at
-  its issue. Both keep their input alive until their wait.
+- Collectives allocate their output at the issue, and keep their input alive until the wait.
 - Outputs stay until the end of the graph.
-- Inputs have a role: **standing** ones (shards, the user's inputs) are counted by whoever owns
-  them; **freed** ones (tensors saved for a backward graph) are the graph's own and die after
-  their last use; **held** ones (tangents) are alive to the end, since autograd holds them.
+- Inputs have a role. **Standing** inputs (shards, the user's inputs) are counted by their owner.
+  **Freed** inputs (tensors saved for a backward) belong to the graph and die after their last use.
+  **Held** inputs (tangents) are alive to the end, since autograd holds them.
 - What an operator allocates inside (workspace) is not known and not counted.
 
 Positions are those of the graph as it is. A scheduler that tries places for a collective need not
@@ -40,6 +39,7 @@ from graph_passes.cost_model import wire_bytes
 from graph_passes.graph_utils import (
     is_backward,
     is_collective,
+    is_reduction,
     is_wait,
     num_bytes,
     op_name,
@@ -60,11 +60,11 @@ class Lifetime:
     """A storage and how long it lives.
 
     Attributes:
-        nodes: the node that allocates it (or brings it in), then every alias.
+        nodes: the node that allocates it (or the input), then every alias.
         num_bytes: its size.
         begin: first position at which it is alive.
         end: last position at which it is alive.
-        category: what it holds. ``in_flight``: what a collective has besides input and output.
+        category: what it holds; ``in_flight`` is what a collective holds besides input and output.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -79,9 +79,9 @@ class MemoryProfile:
     """Bytes of one graph over its positions.
 
     Attributes:
-        live_bytes: for every node, in graph order, the bytes alive while it runs.
-        peak_bytes: the highest of these (0 for an empty graph).
-        peak_position: where that is first reached.
+        live_bytes: bytes alive while each node runs, in graph order.
+        peak_bytes: the maximum (0 for an empty graph).
+        peak_position: first position of the maximum.
         peak_by_category: bytes of each category there.
     """
 
@@ -92,14 +92,14 @@ class MemoryProfile:
 
 
 def message_bytes(node: fx.Node) -> int:
-    """``in_flight_bytes`` of a backend that needs no buffers of its own: what is packed."""
+    """Return ``in_flight_bytes`` of a backend without buffers of its own: the packed message."""
     return packed_bytes(node)
 
 
 def receive_buffer_bytes(node: fx.Node) -> int:
-    """``in_flight_bytes`` where a reduce-scatter is an exchange and a local sum (gloo).
+    """Return ``in_flight_bytes`` where a reduce-scatter is an exchange and a local sum (gloo).
 
-    What is packed, and every other rank's part, one of them in the output.
+    Besides the packed message, the other ranks' parts count, except one that is in the output.
     """
     scatters = op_name(node).endswith("::reduce_scatter_tensor")
     received = max(0, wire_bytes(node) - num_bytes(node)) if scatters else 0
@@ -107,7 +107,7 @@ def receive_buffer_bytes(node: fx.Node) -> int:
 
 
 def default_role(node: fx.Node) -> InputRole:
-    """Role of a placeholder by the names that AOTAutograd gives; forward inputs are standing."""
+    """Return the role of a placeholder by AOTAutograd's names; forward inputs are standing."""
     if "tangents" in node.name:
         return "held"
     if "primals" in node.name or not is_backward(node.graph):
@@ -120,12 +120,12 @@ def storages(
     in_flight_bytes: Callable[[fx.Node], int] = message_bytes,
     role_of: Callable[[fx.Node], InputRole] = default_role,
 ) -> list[Lifetime]:
-    """Every storage that a graph allocates or owns, with its lifetime.
+    """Return every storage that a graph allocates or owns, with its lifetime.
 
     Args:
-        graph: a partitioned graph, before its collectives are lowered; nodes carry fake tensors.
-        in_flight_bytes: for a collective, what it holds besides its input and its output.
-        role_of: who owns an input.
+        graph: partitioned graph before its collectives are lowered, with fake tensors as metadata.
+        in_flight_bytes: bytes that a collective holds besides its input and output.
+        role_of: role of an input.
     """
     index = {node: position for position, node in enumerate(graph.nodes)}
     last = len(index) - 1
@@ -149,7 +149,7 @@ def storages(
 
 
 def _last_use(nodes: Sequence[fx.Node], index: dict[fx.Node, int], waits_only: bool = False) -> int:
-    """Last position at which something reads one of the nodes; a collective reads to its wait."""
+    """Return the last position that reads one of the nodes; a collective reads until its wait."""
     end = max(index[node] for node in nodes)
     for node in nodes:
         for user in node.users:
@@ -162,12 +162,9 @@ def _last_use(nodes: Sequence[fx.Node], index: dict[fx.Node, int], waits_only: b
 
 
 def _flat_grads(graph: fx.Graph) -> set[fx.Node]:
-    """Tensors that reductions send, and the pieces that are concatenated to it."""
+    """Return the tensors that reductions send, and the tensors that are concatenated to them."""
     found: set[fx.Node] = set()
-    for node in graph.nodes:
-        mark = mark_of(node) if is_collective(node) else None
-        if mark is None or mark.kind == "all_gather":
-            continue
+    for node in filter(is_reduction, graph.nodes):
         waiting = [node.all_input_nodes[0]]
         while waiting:
             source = waiting.pop()
@@ -178,7 +175,7 @@ def _flat_grads(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _category(storage: Storage, flat_grads: set[fx.Node]) -> Category:
-    """Category of a storage, by the marks of its nodes."""
+    """Return the category of a storage, by the marks of its nodes."""
     for node in storage.nodes:
         if is_collective(node) or is_wait(node) or node.op == "placeholder":
             mark = mark_of(node)
@@ -195,7 +192,7 @@ def _category(storage: Storage, flat_grads: set[fx.Node]) -> Category:
 
 
 def profile_of(lifetimes: Sequence[Lifetime], num_positions: int) -> MemoryProfile:
-    """The profile of storages over ``num_positions`` positions."""
+    """Return the profile of storages over ``num_positions`` positions."""
     changes = [0] * (num_positions + 1)
     for lifetime in lifetimes:
         changes[lifetime.begin] += lifetime.num_bytes
@@ -215,7 +212,7 @@ def live_bytes(
     in_flight_bytes: Callable[[fx.Node], int] = message_bytes,
     role_of: Callable[[fx.Node], InputRole] = default_role,
 ) -> list[int]:
-    """For every node of a graph, in order, the bytes alive while it runs; see ``storages``."""
+    """Return the bytes alive while each node runs, in graph order; see ``storages``."""
     return list(memory_profile(graph, in_flight_bytes, role_of).live_bytes)
 
 
@@ -224,12 +221,12 @@ def memory_profile(
     in_flight_bytes: Callable[[fx.Node], int] = message_bytes,
     role_of: Callable[[fx.Node], InputRole] = default_role,
 ) -> MemoryProfile:
-    """The profile of a graph as it is; see ``storages`` for the arguments."""
+    """Return the profile of a graph; see ``storages`` for the arguments."""
     return profile_of(storages(graph, in_flight_bytes, role_of), len(graph.nodes))
 
 
 def moved(lifetime: Lifetime, index: dict[fx.Node, int]) -> Lifetime:
-    """Lifetime of a storage in another order of the nodes; aliases are not looked for again.
+    """Return the lifetime of a storage in another order of the nodes, without alias analysis.
 
     Args:
         lifetime: of a storage that a node of the graph allocates (inputs begin where they did).
@@ -244,26 +241,10 @@ def moved(lifetime: Lifetime, index: dict[fx.Node, int]) -> Lifetime:
     return replace(lifetime, begin=begin, end=max(end, begin))
 
 
-def step_peak_bytes(
-    forward: MemoryProfile, backward: MemoryProfile, saved_bytes: int, standing_bytes: int
-) -> int:
-    """Peak of a training step without its optimizer update.
-
-    Args:
-        forward: profile of the forward graph.
-        backward: profile of the backward graph, which counts the saved tensors until their last
-            use and the shards' gradients, its outputs, from when they are made.
-        saved_bytes: most bytes alive between the two: what was saved, the forward's outputs, and
-            what user code between them (a loss that is not compiled) allocates.
-        standing_bytes: sharded parameters, their gradients of earlier steps, optimizer state.
-    """
-    return standing_bytes + max(forward.peak_bytes, saved_bytes, backward.peak_bytes)
-
-
 # -- inductor liveness -----------------------------------------------------------------------------
 # Lifetimes of storages in the code that Inductor generates for a graph.
 #
-# Two things cost more than the graph shows (fusion, which costs less, is not modelled)::
+# Two things cost more than in the graph (fusion, which costs less, is not modelled)::
 #
 #     position             0     1     2     3      4     5     6
 #     node                 mm_1  sum   mm_2  cat    rs    mm_3  ...
@@ -272,18 +253,16 @@ def step_peak_bytes(
 #     mm_1 in the graph    ===================
 #     mm_1 as generated    ==============================  kept to become the buffer of mm_3
 #
-# - The flat gradient is allocated with the first piece that a fused kernel writes into it. Pieces
-#   made by matrix products are buffers of their own, copied in at the end.
-# - A buffer that dies is kept until the next buffer of the same size takes its place, in the same
-#   stretch of compute between two collectives: code is generated for each by itself.
+# - The flat gradient is allocated with the first piece that a fused kernel writes into it. Matrix
+#   products have buffers of their own, which are copied at the end.
+# - A buffer that dies is kept until the next buffer of the same size replaces it, within the same
+#   stretch of compute between two collectives: code is generated for each stretch by itself.
 
 
 def as_generated(lifetimes: Sequence[Lifetime], graph: fx.Graph) -> list[Lifetime]:
-    """Lifetimes in the code that Inductor generates for a graph.
+    """Return the lifetimes in the code that Inductor generates for a graph.
 
-    Args:
-        lifetimes: ``storages`` of the graph, in their order.
-        graph: the same graph, unchanged since.
+    ``lifetimes`` are ``storages`` of the unchanged graph, in their order.
     """
     is_boundary = (is_collective(node) or is_wait(node) for node in graph.nodes)
     stretch_at = list(accumulate(is_boundary))
@@ -291,7 +270,7 @@ def as_generated(lifetimes: Sequence[Lifetime], graph: fx.Graph) -> list[Lifetim
 
 
 def _early(flat: Lifetime, lifetimes: Sequence[Lifetime]) -> Lifetime:
-    """A flat gradient from its first piece on; any other storage as it is."""
+    """Begin the lifetime of a flat gradient with its first piece; return others as they are."""
     maker = flat.nodes[0]
     if flat.category != "unsharded_grads" or op_name(maker) != "aten::cat":
         return flat
@@ -305,7 +284,7 @@ def _early(flat: Lifetime, lifetimes: Sequence[Lifetime]) -> Lifetime:
 
 
 def _with_reuse(lifetimes: list[Lifetime], stretch_at: Sequence[int]) -> list[Lifetime]:
-    """Every dead buffer is kept until a later one of its size begins, the latest dead first."""
+    """Keep every dead buffer until a later one of its size begins, the latest dead first."""
     result = list(lifetimes)
     dead: dict[tuple[int, int], list[int]] = {}
     for which in sorted(range(len(result)), key=lambda i: result[i].begin):
@@ -323,7 +302,7 @@ def _with_reuse(lifetimes: list[Lifetime], stretch_at: Sequence[int]) -> list[Li
 
 
 # -- alias analysis --------------------------------------------------------------------------------
-# Storages behind the values of a graph's nodes. Storages, not tensors, take memory.
+# Storages behind the values of a graph's nodes.
 #
 # An operator's schema says whether its result is new or a view of an argument::
 #
@@ -331,22 +310,22 @@ def _with_reuse(lifetimes: list[Lifetime], stretch_at: Sequence[int]) -> list[Li
 #     add_(Tensor(a!) self, ...) -> Tensor(a!)   the storage of self
 #     mm(Tensor self, Tensor mat2) -> Tensor     a new one
 #
-# Where the schema only says that it may be a view (``reshape``), and for what has no schema, the
-# fake tensors in ``meta["val"]`` decide: a view's has the storage of what it views.
+# If the schema only says that it may be a view (``reshape``), or there is no schema, the fake
+# tensors in ``meta["val"]`` decide: a view shares its storage.
 
 
 _SILENT_VIEWS = frozenset({"aten::_unsafe_view", "_c10d_functional::wait_tensor"})
-"""Results share the first argument's storage, though the schema does not say so."""
+"""Operators whose results share the first argument's storage, though the schema hides it."""
 
 _PERHAPS_VIEWS = frozenset(f"aten::{name}" for name in ("reshape", "contiguous", "to", "flatten"))
 
 
 @dataclass(eq=False)
 class Storage:
-    """A stretch of memory.
+    """A block of memory.
 
     Attributes:
-        maker: the node that allocates it, or the first input that brings it.
+        maker: node that allocates it, or its first input.
         num_bytes: its size.
         nodes: the maker and every node with a value in it, in graph order.
     """
@@ -357,18 +336,13 @@ class Storage:
 
 
 Places = dict[fx.Node, tuple["Storage | None", ...]]
-"""For every node the storage of each of its results; ``None`` for what is no tensor."""
+"""Storage of each result of every node; ``None`` for what is no tensor."""
 
 
 def find_storages(graph: fx.Graph) -> tuple[list[Storage], Places]:
-    """All storages of a graph in the order in which they appear.
+    """Return all storages of a graph in order of appearance, and where each node's results are.
 
-    Args:
-        graph: nodes carry fake (or meta) tensors in ``meta["val"]``; those without are taken to
-            have no storage.
-
-    Returns:
-        The storages, and where each node's results are.
+    Nodes carry fake (or meta) tensors in ``meta["val"]``; nodes without have no storage.
     """
     storages: list[Storage] = []
     places: Places = {}
@@ -404,7 +378,7 @@ def _results(node: fx.Node) -> list[Any]:
 
 
 def _aliased(node: fx.Node, position: int, value: torch.Tensor, places: Places) -> Storage | None:
-    """The storage that a result shares with an argument of its node, if it does."""
+    """Return the storage that a result shares with an argument of its node, if it does."""
     target = node.target
     if node.op != "call_function":
         return None
@@ -428,7 +402,7 @@ def _aliased(node: fx.Node, position: int, value: torch.Tensor, places: Places) 
 def _schema_sources(
     node: fx.Node, target: torch._ops.OpOverload, position: int
 ) -> Iterator[fx.Node]:
-    """Arguments whose storage a result takes over, by the operator's schema."""
+    """Yield the arguments whose storage a result shares by the operator's schema."""
     for place, name in _aliased_arguments(target, position):
         given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
         if isinstance(given, fx.Node):
@@ -437,7 +411,7 @@ def _schema_sources(
 
 @lru_cache(maxsize=4096)
 def _aliased_arguments(target: torch._ops.OpOverload, position: int) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments that may share their storage with a result."""
+    """Return places and names of the arguments that may share their storage with a result."""
     returns = target._schema.returns
     result = returns[min(position, len(returns) - 1)] if returns else None
     if result is None or result.alias_info is None:
@@ -458,7 +432,7 @@ def _first(places: Places, source: Any) -> Storage | None:
 
 
 def _same_identity(value: torch.Tensor, sources: list[fx.Node], places: Places) -> Storage | None:
-    """The storage of the source whose fake tensor shares this one's storage."""
+    """Return the storage of the source whose fake tensor shares this value's storage."""
     wanted = _identity(value)
     for source in sources:
         for held, other in zip(places.get(source, ()), _results(source), strict=False):
@@ -475,7 +449,7 @@ def _identity(value: torch.Tensor) -> int:
 
 
 def tensor_bytes(value: torch.Tensor) -> int:
-    """Bytes that a fresh tensor of this shape and strides takes."""
+    """Return the bytes that a new tensor of this shape and strides takes."""
     extent = 1
     for size, stride in zip(value.size(), value.stride(), strict=True):
         if as_int(size) == 0:
@@ -485,7 +459,7 @@ def tensor_bytes(value: torch.Tensor) -> int:
 
 
 def storage_bytes(value: torch.Tensor) -> int:
-    """Bytes of the storage that a tensor lives in."""
+    """Return the bytes of a tensor's storage."""
     try:
         return as_int(value.untyped_storage().nbytes())
     except (NotImplementedError, RuntimeError):
@@ -493,5 +467,5 @@ def storage_bytes(value: torch.Tensor) -> int:
 
 
 def as_int(size: Any) -> int:
-    """A size as a number; of a symbolic one the value it was traced with, 0 where it had none."""
+    """Return a size as a number; of a symbolic size its hint, or 0."""
     return size if isinstance(size, int) else int(size.node.hint or 0)

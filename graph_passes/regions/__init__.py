@@ -1,1 +1,1 @@
-"""Equal unit bodies as regions: graphs that are compiled once for all their calls."""
+"""Regions: equal unit bodies as graphs that are compiled once for all their calls."""

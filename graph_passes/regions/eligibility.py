@@ -1,4 +1,4 @@
-"""Conditions under which a unit's body becomes a region."""
+"""Conditions under which a unit's body becomes a region, and what a region returns."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graph_passes.graph_utils import is_region, is_view, written_by
+from graph_passes.graph_utils import is_region, is_view, storage_of, written_by
 
 
 def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> str | None:
-    """The reason why a body cannot be a region; ``None`` if it can.
+    """Return the reason why a body cannot be a region, if there is one.
 
     Args:
         body: the body as a graph of its own.
-        inputs: what it is called with.
-        outputs: what it gives back.
+        inputs: nodes with which it is called.
+        outputs: nodes that it returns.
     """
     known = [node.meta.get("example_value") for node in (*inputs, *outputs)]
     values = [value for value in known if isinstance(value, torch.Tensor)]
@@ -34,7 +34,7 @@ def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node])
         return "a shape is dynamic"
     if any(_is_symbolic(node) for node in body.graph.nodes):
         return "a number in it is dynamic"
-    storages = [_storage(value) for value in values]
+    storages = [storage_of(value) for value in values]
     if len(set(storages)) < len(storages):
         return "an input or an output is a view of another"
     if _writes_to_an_input(body, values[: len(inputs)]):
@@ -43,11 +43,7 @@ def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node])
 
 
 def carrying_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that gradients come to when they come to all outputs of a graph.
-
-    Args:
-        graph: a graph as Dynamo hands it to a backend.
-    """
+    """Return the nodes that get a gradient if all outputs of a Dynamo graph do."""
     carrying: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or node in carrying:
@@ -58,15 +54,15 @@ def carrying_gradients(graph: fx.Graph) -> set[fx.Node]:
 def passes_gradients(
     nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], carrying: set[fx.Node]
 ) -> bool:
-    """Whether a gradient comes to each input and output that requires one.
+    """Whether each input and output that requires a gradient gets one.
 
-    To those of a region torch gives zeros where none comes.
+    A region's backward returns zeros where there would be no gradient.
 
     Args:
         nodes: the run.
         inputs: nodes outside that it uses.
-        outputs: those of its nodes that are used outside.
-        carrying: the nodes of the whole graph that a gradient comes to.
+        outputs: nodes of it that are used outside.
+        carrying: ``carrying_gradients`` of the whole graph.
     """
     if not torch.is_grad_enabled():
         return True
@@ -82,13 +78,10 @@ def _requires_grad(node: fx.Node) -> bool:
 
 
 def last_changes(graph: fx.Graph) -> dict[int, int]:
-    """Positions of the last nodes that change tensors, by the tensors' storages.
+    """Return the positions of the last nodes of a Dynamo graph that change tensors, by storage.
 
-    What an operation in place returns is the tensor that it was given; an assignment to an item
-    returns nothing. Both raise the tensor's version.
-
-    Args:
-        graph: a graph as Dynamo hands it to a backend.
+    An in-place operation returns the tensor that it was given; an assignment to an item returns
+    nothing. Both raise the tensor's version.
     """
     changes: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
@@ -98,31 +91,27 @@ def last_changes(graph: fx.Graph) -> dict[int, int]:
             if not isinstance(value, torch.Tensor) or not value._version:
                 continue
             if result is value or result is None:
-                changes[_storage(value)] = position
+                changes[storage_of(value)] = position
     return changes
 
 
 def changed_after(inputs: list[fx.Node], position: int, changes: dict[int, int]) -> bool:
-    """Whether an input of a region is changed when the region has run: its backward reads it."""
+    """Whether an input of a region, which its backward reads, is changed after the region."""
     if not changes:
         return False
     values = (node.meta.get("example_value") for node in inputs)
     tensors = (value for value in values if isinstance(value, torch.Tensor))
-    return any(changes.get(_storage(value), -1) > position for value in tensors)
+    return any(changes.get(storage_of(value), -1) > position for value in tensors)
 
 
 def _is_symbolic(node: fx.Node) -> bool:
-    """Whether a node gives numbers that are not known, as those that change between calls."""
+    """Whether a node returns symbolic numbers, such as those that change between calls."""
     leaves = tree_leaves(node.meta.get("example_value"))
     return any(isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) for value in leaves)
 
 
-def _storage(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
-
-
 def _writes_to_an_input(body: fx.GraphModule, values: list[torch.Tensor]) -> bool:
-    """Whether an operator of a run on fake tensors says that it writes to an input's memory."""
+    """Whether an operator writes to an input's memory, found by a run on fake tensors."""
     mode = detect_fake_mode(values)
     if mode is None:
         raise ValueError("regions: expected a graph whose inputs carry fake example values")
@@ -132,11 +121,11 @@ def _writes_to_an_input(body: fx.GraphModule, values: list[torch.Tensor]) -> boo
         ]
         with enable_python_dispatcher():  # batch norm with the operator that names its writes
             body(*copies)
-    return any(_storage(copy) in writes.storages for copy in copies)
+    return any(storage_of(copy) in writes.storages for copy in copies)
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the storages that operators write to, as their schemas say.
+    """Recorder of the storages that operators write to, by their schemas.
 
     Versions do not tell: batch norm writes its running statistics without raising them.
     """
@@ -150,7 +139,7 @@ class _Writes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         written = written_by(func._schema, args, kwargs)
-        self.storages |= {_storage(value) for value in written if value is not None}
+        self.storages |= {storage_of(value) for value in written if value is not None}
         return func(*args, **kwargs)
 
 
@@ -167,15 +156,14 @@ class _Writes(TorchDispatchMode):
 #     y, s = region_forward(flat, w)
 #     grads = region_backward(flat, w.t(), s, grad_y)
 #
-# What a region saves of its inputs is the input itself, so the partition of the graph around it
-# can gather what ``flat`` and ``w`` are parts of again for the backward.
+# A region that saves an input then saves the input itself, so the graph around can gather again in
+# the backward what ``flat`` and ``w`` belong to.
 
 
 def tidy_region_boundaries(gm: fx.GraphModule) -> None:
-    """Return no inputs, nor views of them, from regions, and tell the values of their calls apart.
+    """Let regions return neither inputs nor views of them, and give each call its own values.
 
-    Args:
-        gm: the joint graph, its regions partitioned already; changed in place.
+    ``gm`` is the joint graph with partitioned regions; changed in place.
     """
     calls: dict[str, list[fx.Node]] = {}
     for node in gm.graph.nodes:
@@ -201,7 +189,7 @@ def _output_of(body: fx.GraphModule) -> fx.Node:
 
 
 def _items(call: fx.Node) -> dict[int, list[fx.Node]]:
-    """The ``getitem`` nodes of a call by index."""
+    """Return the ``getitem`` nodes of a call by index."""
     items: dict[int, list[fx.Node]] = {}
     for user in call.users:
         if user.target is not operator.getitem:
@@ -211,10 +199,9 @@ def _items(call: fx.Node) -> dict[int, list[fx.Node]]:
 
 
 def _lead_inputs_past(body: fx.GraphModule, calls: list[fx.Node]) -> list[fx.Node]:
-    """Drop outputs that are inputs or views of one.
+    """Drop outputs that are inputs or views of inputs; their users read the caller's values.
 
-    Their users take what the region was called with. Returns the views that are taken of it,
-    without values.
+    Returns the views that are made for that in the graph around, still without values.
     """
     position = {n: i for i, n in enumerate(body.graph.find_nodes(op="placeholder"))}
     output = _output_of(body)
@@ -243,7 +230,7 @@ def _lead_inputs_past(body: fx.GraphModule, calls: list[fx.Node]) -> list[fx.Nod
 
 
 def _views_of_input(node: Any) -> list[fx.Node] | None:
-    """The input of a body that a node is or is a view of, and the views up to the node."""
+    """Return the input of a body that a node is, or is a view of, and the views up to the node."""
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node):
         chain.insert(0, node)
@@ -258,7 +245,7 @@ def _views_of_input(node: Any) -> list[fx.Node] | None:
 def _copied(
     item: fx.Node, chain: list[fx.Node], copies: dict[fx.Node, fx.Node]
 ) -> Iterator[fx.Node]:
-    """The views of a chain, put in the place of an item of a region's call."""
+    """Copy the views of a chain to the place of an item of a region's call; yield them."""
     for node in chain:
         with item.graph.inserting_before(item):
             copies[node] = item.graph.node_copy(node, lambda n: copies[n])
@@ -267,10 +254,7 @@ def _copied(
 
 
 def _give_own_values(call: fx.Node) -> None:
-    """Give a call fake tensors of its own.
-
-    torch gives those of one call to all, as if they shared memory.
-    """
+    """Give a call fake tensors of its own: torch gives the same ones to all calls of a region."""
     bases: dict[int, torch.Tensor] = {}
 
     def own(value: Any) -> Any:

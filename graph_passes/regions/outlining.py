@@ -10,8 +10,8 @@ After::
     unshard(a) -> invoke_subgraph(region_0, "region_0", unsharded_a, x)
     unshard(b) -> invoke_subgraph(region_0, "region_0", unsharded_b, y)
 
-What belongs to a unit's body is read from its marks; what is equal is decided by comparing the
-nodes themselves, so that units which differ in anything never share a region.
+Marks tell which nodes belong to a unit's body. Bodies are compared node by node, so units that
+differ in anything never share a region.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Run:
         unit: FQN of the unit.
         nodes: the nodes, in graph order.
         inputs: nodes outside that they use, in order of first use.
-        outputs: those of them that are used outside.
+        outputs: nodes of the run that are used outside.
     """
 
     unit: str
@@ -67,25 +67,21 @@ class RegionReport:
     """Units that became regions, and why the rest did not.
 
     Attributes:
-        regions: the units that share each region, in graph order.
-        left: unit and reason for every body that stays as it is.
+        regions: units that share each region, in graph order.
+        left: unit and reason for every body that is not in a region.
     """
 
     regions: list[list[str]] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
 
     def text(self) -> str:
-        """One line a region, one line a body that was left."""
+        """Return one line for each region and for each body that is in none."""
         lines = [f"region of {len(units)}: {', '.join(units)}" for units in self.regions]
         return "\n".join([*lines, *(f"no region: '{unit}': {why}" for unit, why in self.left)])
 
 
 def outline_regions(gm: fx.GraphModule) -> RegionReport:
-    """Replace bodies that occur at least twice by calls of one graph each.
-
-    Args:
-        gm: a graph as Dynamo hands it to a backend; changed in place.
-    """
+    """Replace bodies that occur at least twice in a Dynamo graph by calls of one graph each."""
     groups: dict[Any, list[Run]] = {}
     report = RegionReport()
     position, changes = order_index(gm.graph), last_changes(gm.graph)
@@ -117,7 +113,7 @@ def outline_regions(gm: fx.GraphModule) -> RegionReport:
 
 
 def _runs(graph: fx.Graph) -> Iterator[Run]:
-    """The bodies of all units, each as long as nothing else comes in between."""
+    """Yield the bodies of all units; a body ends where another unit's node comes in between."""
     nodes: list[fx.Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -143,7 +139,7 @@ def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
 
 
 def _bodies(nodes: list[fx.Node]) -> list[fx.Node]:
-    """Bodies that activation checkpointing calls, which become part of the region."""
+    """Return the bodies that activation checkpointing calls, which become part of the region."""
     return [node for node in _outside(nodes) if _is_checkpointed(node)]
 
 
@@ -159,7 +155,7 @@ def _is_checkpointed(node: fx.Node) -> bool:
 
 
 def _key(run: Run, owner: fx.GraphModule) -> tuple[Any, ...]:
-    """Key that is equal for two runs exactly if one graph can stand for both."""
+    """Return a key that is equal for two runs iff one graph can replace both."""
     bodies = _bodies(run.nodes)
     numbered = Numbered([*run.inputs, *bodies, *run.nodes])
     inputs = tuple(_input_key(node) for node in run.inputs)
@@ -169,7 +165,7 @@ def _key(run: Run, owner: fx.GraphModule) -> tuple[Any, ...]:
 
 
 def _input_key(node: fx.Node) -> Any:
-    """Key of interchangeable inputs; a module in the graph equals only itself."""
+    """Return a key of interchangeable inputs; a module in the graph equals only itself."""
     value = node.meta.get("example_value")
     return ("attribute", node.target) if value is None else value_key(value, is_placed=False)
 
@@ -183,7 +179,7 @@ def _why_alone(run: Run) -> str:
 def _extract(gm: fx.GraphModule, run: Run) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for position, node in enumerate(_inputs(run.nodes)):  # by now, outputs of regions before it
+    for position, node in enumerate(_inputs(run.nodes)):  # not run.inputs: those may be replaced
         copies[node] = graph.placeholder(f"region_input_{position}")
         copies[node].meta = {k: v for k, v in node.meta.items() if k == "example_value"}
     for node in [*_bodies(run.nodes), *run.nodes]:
@@ -210,17 +206,13 @@ def _call(graph: fx.Graph, run: Run, name: str) -> None:
 # -- inlining --------------------------------------------------------------------------------------
 # Put the bodies of regions back where they are called.
 #
-# A region is traced, differentiated and partitioned once for all units that share it; what comes
-# after sees one flat graph, in which every unit has nodes of its own.
+# A region is traced, differentiated and partitioned once for all units that share it. Later passes
+# see one flat graph, in which every unit has nodes of its own.
 
 
 @graph_pass(is_bitwise=True)
 def inline_regions(graph: fx.Graph) -> None:
-    """Regions are put back as nodes of every unit that shares them.
-
-    Args:
-        graph: partitioned; changed in place. Nodes of a body get the unit of its call.
-    """
+    """Replace calls of regions by nodes of the units that call them."""
     for call in list(graph.nodes):
         body = body_of(call)
         if body is not None:
@@ -252,7 +244,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
 
 
 def _meta_of(node: fx.Node, call: fx.Node) -> dict[str, Any]:
-    """Metadata of a body's node, as one of the unit that calls it."""
+    """Return the metadata of a body's node as a node of the calling unit."""
     custom = node.meta.get("custom") or {}
     unit = unit_of(call)
     if unit is None or UNIT not in custom:
@@ -261,7 +253,7 @@ def _meta_of(node: fx.Node, call: fx.Node) -> dict[str, Any]:
 
 
 def _adopt(gm: fx.GraphModule, body: fx.GraphModule, target: str) -> str:
-    """Give an attribute of a body to the module around; returns its name there."""
+    """Give an attribute of a body to the module around; return its name there."""
     value = operator.attrgetter(target)(body)
     known = {id(v): name for name, v in (*gm.named_children(), *gm.named_buffers())}
     if id(value) in known:

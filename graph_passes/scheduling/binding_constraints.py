@@ -1,7 +1,7 @@
 """Binding constraints: why each collective of a schedule did not move further.
 
-The next move is tried, and the constraint that it violates is the reason. An all-gather moves one
-unit's compute earlier, the wait of a reduction one unit later. Collectives that share a launch move
+The next move is tried, and the constraint that it violates is the reason. An all-gather moves
+earlier by one unit's compute, the wait of a reduction later by one. Collectives of a launch move
 together.
 """
 
@@ -31,12 +31,12 @@ class Constraint:
     """The constraint that keeps a collective from a better place.
 
     Attributes:
-        reason: ``"hidden"``: it exposes nothing. ``"dependency"``: its input is not ready earlier,
-            or its result is needed. ``"memory"``: the move would exceed the budget.
-            ``"in flight"``: too many collectives would be in flight. ``"order"``: it would
-            overtake another on its link and gain nothing. ``"bandwidth"``: the link is busy, so
-            the move would gain nothing. ``"not planned"``: the move is allowed and would save
-            time, but an option or a given plan rules it out, or the search ended before it.
+        reason: ``"hidden"``: the collective exposes nothing. ``"dependency"``: its input is not
+            ready earlier, or its result is needed. ``"memory"``: the move would exceed the budget.
+            ``"in flight"``: too many collectives would be in flight. ``"order"``: it would overtake
+            another one on its link and gain nothing. ``"bandwidth"``: the link is busy, so the move
+            would gain nothing. ``"not planned"``: the move is allowed and would save time, but an
+            option or a given plan rules it out, or the search ended before it.
         bytes_short: excess over the budget; 0 for other reasons.
         behind: unit of the collective ahead on the link, where that matters.
         saves_ms: time that the move would save; 0 unless it is not planned.
@@ -49,12 +49,12 @@ class Constraint:
 
 
 def with_launches(problem: Problem, schedule: Schedule, launches: Mapping[int, int]) -> Problem:
-    """The problem with one latency per launch, which the first of its transfers has.
+    """Return the problem with one latency per launch, at its first transfer.
 
     Args:
         problem: problem of single transfers.
         schedule: order of the launches.
-        launches: index of the transfer to number of its launch.
+        launches: launch number by index of the transfer.
     """
     transfers = list(problem.transfers)
     seen: set[int] = set()
@@ -68,12 +68,12 @@ def with_launches(problem: Problem, schedule: Schedule, launches: Mapping[int, i
 
 
 class ConstraintFinder:
-    """Finds binding constraints by trial moves in one schedule.
+    """Finder of binding constraints, by trial moves in one schedule.
 
     Args:
         problem: from ``with_launches``.
         schedule: the decided schedule.
-        launches: index of the transfer to number of its launch.
+        launches: launch number by index of the transfer.
         limits: limits that are resolved for the problem.
     """
 
@@ -87,7 +87,7 @@ class ConstraintFinder:
         self.timeline = simulate(problem, schedule)
 
     def constraint_of(self, index: int) -> Constraint:
-        """The constraint that keeps transfer number ``index`` in its place."""
+        """Return the constraint that keeps transfer number ``index`` in its place."""
         if self.timeline.timings[index].exposed_ms <= _EPSILON_MS:
             return Constraint("hidden")
         return self._gather(index) if self._transfer(index).is_gather else self._reduction(index)
@@ -96,7 +96,7 @@ class ConstraintFinder:
         return self.problem.transfers[index]
 
     def _members(self, index: int) -> list[Placement]:
-        """Placements that are launched together with a transfer, in order."""
+        """Return the placements of a transfer's launch, in order."""
         return [p for p in self.schedule if self.launches[p.transfer] == self.launches[index]]
 
     def _gather(self, index: int) -> Constraint:
@@ -140,7 +140,7 @@ class ConstraintFinder:
         return Constraint("dependency")
 
     def _try(self, index: int, trial: Schedule) -> Constraint:
-        """The constraint that rules out a trial: memory, number in flight, or no gain."""
+        """Return the constraint that rules out a trial: memory, number in flight, or no gain."""
         budget = self.limits.memory_budget_bytes
         peak = peak_bytes(self.problem, trial)
         if budget is not None and peak > budget:
@@ -153,14 +153,14 @@ class ConstraintFinder:
         return Constraint("bandwidth")
 
     def _issued_at(self, members: list[Placement], gap: int) -> Schedule:
-        """The schedule with a launch issued in another gap, after the launches there."""
+        """Return the schedule with a launch issued in another gap, after the launches there."""
         taken = {p.transfer for p in members}
         rest = [p for p in self.schedule if p.transfer not in taken]
         last = max((i + 1 for i, p in enumerate(rest) if p.issue <= gap), default=0)
         return (*rest[:last], *(replace(p, issue=gap) for p in members), *rest[last:])
 
     def _ahead(self, placement: Placement) -> Placement | None:
-        """The placement right before a launch on the same link."""
+        """Return the placement right before a launch on the same link, if any."""
         link = self._transfer(placement.transfer).link
         on_link = [p for p in self.schedule if self._transfer(p.transfer).link == link]
         on_link.sort(key=lambda p: p.issue)  # stable: within a gap, the schedule's order

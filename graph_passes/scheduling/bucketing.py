@@ -1,4 +1,4 @@
-"""Bucketing: neighbouring small collectives are launched as one.
+"""Bucketing: neighbouring small collectives share a launch.
 
 Before::
 
@@ -8,9 +8,8 @@ After::
 
     ag([a, b, c])                one launch; each keeps its own buffers, nothing is copied
 
-How small is small follows from the link: merging goes on until the latency costs less than a tenth
-of the time. A reduction does not wait for the next one's gradient if that takes longer than the
-latency that would be saved.
+Collectives are merged until the latency is less than a tenth of the time on the link. A reduction
+does not wait for the next gradient if that takes longer than the latency that it saves.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import Placement, Schedule
@@ -31,8 +30,8 @@ class Bucketed:
     """A problem of merged transfers.
 
     Attributes:
-        problem: with one transfer a bucket.
-        members: by index of a bucket, the transfers of the original problem in it.
+        problem: problem with one transfer a bucket.
+        members: indices of the original transfers in each bucket.
     """
 
     problem: Problem
@@ -40,12 +39,11 @@ class Bucketed:
 
 
 def bucket(problem: Problem) -> Bucketed:
-    """Merge neighbours that are alike while they are too small for their link."""
-    clock = list(accumulate(problem.compute_ms, initial=0.0))
+    """Merge neighbours of one kind while they are too small for their link."""
     merged: list[tuple[Transfer, tuple[int, ...]]] = []
     for index, transfer in enumerate(problem.transfers):
         last = merged[-1] if merged else None
-        if last is not None and _belong_together(last[0], transfer, clock):
+        if last is not None and _belong_together(last[0], transfer, problem.step_starts_ms):
             merged[-1] = (_merge(last[0], transfer), (*last[1], index))
         else:
             merged.append((transfer, (index,)))
@@ -54,7 +52,7 @@ def bucket(problem: Problem) -> Bucketed:
 
 
 def alone(problem: Problem) -> Bucketed:
-    """One bucket a transfer."""
+    """Return one bucket for each transfer."""
     return Bucketed(problem, tuple((i,) for i in range(len(problem.transfers))))
 
 
@@ -66,19 +64,14 @@ def is_saturating(transfer: Transfer) -> bool:
 def _belong_together(one: Transfer, other: Transfer, clock: Sequence[float]) -> bool:
     """Whether one launch is better than two.
 
-    It is where the first is small, and waiting for the second costs less than the latency saved.
+    It is if the first is small, and waiting for the second costs less than the latency saved.
     """
-    same = _kind_of(one) == _kind_of(other)
-    if not same or other.is_dependent or is_saturating(one):
+    if one.launch_key != other.launch_key or other.is_dependent or is_saturating(one):
         return False
     ready = max(one.ready, other.ready)
     if not one.is_gather and clock[ready] - clock[one.ready] > one.latency_ms:
         return False
     return ready <= min(one.need, other.need)
-
-
-def _kind_of(transfer: Transfer) -> tuple[str, ...]:
-    return transfer.mark.kind, transfer.group, transfer.dtype, transfer.wire
 
 
 def _merge(one: Transfer, other: Transfer) -> Transfer:
@@ -97,21 +90,17 @@ def _merge(one: Transfer, other: Transfer) -> Transfer:
 
 
 def spread(problem: Problem, bucketed: Bucketed, schedule: Schedule) -> Schedule:
-    """A schedule of buckets as one of the original transfers, members side by side.
+    """Return a schedule of buckets as a schedule of the original transfers.
 
-    A gather of a bucket is waited for where it is needed itself.
+    Members of a bucket share its issue. A gather is waited for where it is needed itself.
     """
-    return tuple(
-        Placement(index, placement.issue, need if gather else placement.wait)
-        for placement in schedule
-        for index in bucketed.members[placement.transfer]
-        for need, gather in [_need_of(problem, index)]
-    )
-
-
-def _need_of(problem: Problem, index: int) -> tuple[int, bool]:
-    transfer = problem.transfers[index]
-    return transfer.need, transfer.is_gather
+    placements = []
+    for bucket in schedule:
+        for index in bucketed.members[bucket.transfer]:
+            transfer = problem.transfers[index]
+            wait = transfer.need if transfer.is_gather else bucket.wait
+            placements.append(Placement(index, bucket.issue, wait))
+    return tuple(placements)
 
 
 # -- coarsening ------------------------------------------------------------------------------------
@@ -120,15 +109,14 @@ def _need_of(problem: Problem, index: int) -> tuple[int, bool]:
 # A graph has hundreds of steps, but a transfer need not be tried between any two of them::
 #
 #     steps    . . . . . . | . . . . . . . . . . . | . . . .       unit changes at |
-#     coarse   [    ][   ] | [     ][    ][      ] | [  ][ ]       cut at what counts, and evenly
+#     coarse   [    ][   ] | [     ][    ][      ] | [  ][ ]       cut at limits, and evenly
 #
-# A coarse step computes as long as its steps together, and has alive what the largest of them
-# has. So a schedule of the coarse problem takes as long in the other one, and keeps the same
-# limits.
+# A coarse step lasts as long as its steps together, and has as many bytes alive as the largest of
+# them. So a schedule takes equally long in both problems and keeps the same limits.
 
 
-_PIECES = 4
-"""Parts of equal time into which each unit's compute is cut."""
+_PARTS = 4
+"""Parts of equal time into which each unit's compute is divided."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +124,15 @@ class Coarse:
     """A problem of fewer steps.
 
     Attributes:
-        problem: with the same transfers.
-        gaps: by gap of ``problem``, the gap of the problem that it was made of.
+        problem: problem with the same transfers.
+        gaps: gap of the original problem, by gap of ``problem``.
     """
 
     problem: Problem
     gaps: tuple[int, ...]
 
     def original(self, schedule: Schedule) -> Schedule:
-        """A schedule of ``problem`` as one of the problem that it was made of."""
+        """Return a schedule of ``problem`` as a schedule of the original problem."""
         return tuple(replace(p, issue=self.gaps[p.issue], wait=self.gaps[p.wait]) for p in schedule)
 
 
@@ -172,10 +160,10 @@ def _limits(problem: Problem) -> Iterator[int]:
 
 
 def _even_cuts(problem: Problem) -> Iterator[int]:
-    """Gaps where units change, and in between at equal distances in time."""
-    clock = list(accumulate(problem.compute_ms, initial=0.0))
+    """Yield the gaps in which units change, and gaps at even distances in time between them."""
+    clock = problem.step_starts_ms
     for begin, end in pairwise([*problem.segment_starts(), problem.num_steps]):
         yield begin
-        for piece in range(1, _PIECES):
-            at = clock[begin] + (clock[end] - clock[begin]) * piece / _PIECES
+        for piece in range(1, _PARTS):
+            at = clock[begin] + (clock[end] - clock[begin]) * piece / _PARTS
             yield min(end, max(begin, bisect_left(clock, at)))

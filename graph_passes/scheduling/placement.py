@@ -1,11 +1,10 @@
-"""Places of collectives: gathers ahead of their use, waits late, and the better of single moves."""
+"""Places of collectives: gathers ahead of their use, waits late, and a local search."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import (
@@ -30,29 +29,21 @@ from graph_passes.scheduling.simulation import (
 #
 #     ag(k) ag(k+1) wait(k) compute(k) wait(k+1) compute(k+1)
 #
-# Seen from the end of the graph: an all-gather must begin so early that it and all gathers behind
-# it on the link arrive in time (times a margin), but at least one unit ahead; it is issued at the
-# last change of units before that. Where memory or places in flight run out, it is issued later.
+# Gathers are placed from the end of the graph. A gather must begin so early that it and all gathers
+# behind it on the link arrive in time (times a margin), and at least one unit ahead. It is issued
+# at the last change of units before that, or later if memory or places in flight run out.
 
 
 def gathers_by_need(problem: Problem) -> list[int]:
-    """Indices of the gathers in the order in which they are needed."""
+    """Return the indices of the gathers in the order in which they are needed."""
     indices = [i for i, t in enumerate(problem.transfers) if t.is_gather]
     return sorted(indices, key=lambda i: (problem.transfers[i].need, i))
 
 
 def place_just_in_time(problem: Problem, limits: Limits) -> dict[int, int]:
-    """The gap of each gather, as late as hides it.
-
-    Args:
-        problem: of one graph.
-        limits: resolved for it.
-
-    Returns:
-        Gap by index of the transfer.
-    """
+    """Return the gap of each gather, as late as hides it; ``limits`` are resolved."""
     starts = problem.segment_starts()
-    clock = list(accumulate(problem.compute_ms, initial=0.0))
+    clock = problem.step_starts_ms
     times = [clock[gap] for gap in starts]
     begin_by: dict[str, float] = {}
     wanted: dict[int, int] = {}
@@ -67,7 +58,7 @@ def place_just_in_time(problem: Problem, limits: Limits) -> dict[int, int]:
 
 
 def _fitted(problem: Problem, limits: Limits, wanted: dict[int, int]) -> dict[int, int]:
-    """The gaps wanted, or later ones where memory or places run out; first needed, first served."""
+    """Return the wanted gaps, or later ones if there is no room; first needed, first served."""
     room = Room(problem, limits)
     gaps: dict[int, int] = {}
     for index in gathers_by_need(problem):
@@ -78,13 +69,13 @@ def _fitted(problem: Problem, limits: Limits, wanted: dict[int, int]) -> dict[in
 
 
 def place_as_early_as_possible(problem: Problem, limits: Limits) -> dict[int, int]:
-    """The gap of each gather, as early as dependencies, memory and places allow."""
+    """Return the gap of each gather, as early as dependencies, memory and places allow."""
     wanted = {i: problem.transfers[i].ready for i in gathers_by_need(problem)}
     return _in_order(problem, _fitted(problem, limits, wanted))
 
 
 def _one_unit_ahead(starts: list[int], transfer: Transfer) -> int:
-    """Start of the last unit's compute that ends before the gather is needed."""
+    """Return the start of the last unit's compute that ends before the gather is needed."""
     position = bisect_right(starts, max(transfer.need - 1, 0)) - 1
     if position > 0 and starts[position] == transfer.need:
         position -= 1
@@ -92,7 +83,7 @@ def _one_unit_ahead(starts: list[int], transfer: Transfer) -> int:
 
 
 def _in_order(problem: Problem, gaps: dict[int, int]) -> dict[int, int]:
-    """Gaps in which no gather overtakes one that is needed earlier."""
+    """Delay gathers so that none overtakes a gather that is needed earlier."""
     last: dict[str, int] = {}
     for index in gathers_by_need(problem):
         transfer = problem.transfers[index]
@@ -112,21 +103,12 @@ def _in_order(problem: Problem, gaps: dict[int, int]) -> dict[int, int]:
 #
 #     rs(k) compute(k-1) rs(k-1) compute(k-2) rs(k-2) wait(k) ...
 #
-# Until its wait a reduction holds the unsharded gradient and what arrives for it. The oldest is
-# waited for when memory or places in flight run out, and all at the end.
+# Until its wait, a reduction holds the unsharded gradient and what it receives. When memory or
+# places in flight run out, the oldest reduction is waited for; all are at the end.
 
 
 def place_waits(problem: Problem, gather_gaps: dict[int, int], limits: Limits) -> dict[int, int]:
-    """The gap of each reduction's wait.
-
-    Args:
-        problem: of one graph.
-        gather_gaps: where the gathers are issued.
-        limits: resolved for it.
-
-    Returns:
-        Gap by index of the transfer.
-    """
+    """Return the gap of each reduction's wait, given the gaps of the gathers' issues."""
     budget = limits.memory_budget_bytes
     assert budget is not None  # resolved
     gathers = tuple(Placement(i, gap, problem.transfers[i].need) for i, gap in gather_gaps.items())
@@ -155,24 +137,23 @@ def place_waits(problem: Problem, gather_gaps: dict[int, int], limits: Limits) -
 # -- local search ----------------------------------------------------------------------------------
 # Local search: try every transfer in other gaps and other orders on the link; keep the fastest.
 #
-# A placement rule sees one direction at a time: gathers against compute, reductions against
-# memory. Where both share a link they delay each other, and this search on the simulated clock
-# finds the better order. It is bounded, deterministic, and never returns anything worse than it
-# was given.
+# A placement rule looks in one direction: gathers against compute, reductions against memory. On a
+# shared link they delay each other, and this search on the simulated clock finds the better order.
+# It is bounded, deterministic, and never returns a slower schedule than it was given.
 
 
 _MAX_SWEEPS = 4
 _MAX_TRIALS = 6000
 _REACH = 8
-"""A transfer is tried in the gaps up to so far from where it is, and where the unit changes."""
+"""A transfer is tried in gaps up to this far from its place, and where the unit changes."""
 _GAIN = 1e-3
-"""A change must save this part of the time: ties go to what was there before."""
+"""A change must save this part of the time: otherwise the schedule stays."""
 _NEAR = 1.005
-"""So near to the lower bound there is nothing to look for: the cost model errs by more."""
+"""This close to the lower bound the search ends: the cost model errs by more."""
 
 
 def nothing_to_gain(problem: Problem, schedules: Iterable[Schedule]) -> bool:
-    """Whether one of the schedules takes hardly longer than the lower bound."""
+    """Whether one of the schedules is close to the lower bound."""
     return any(total_ms(problem, schedule) <= _good_ms(problem) for schedule in schedules)
 
 
@@ -181,7 +162,7 @@ def _good_ms(problem: Problem) -> float:
 
 
 def refine(problem: Problem, schedule: Schedule, limits: Limits) -> Schedule:
-    """A schedule within the limits that is at least as fast as the one given."""
+    """Return a schedule within the limits that is at least as fast as the given one."""
     best, best_ms = schedule, total_ms(problem, schedule)
     good_ms = _good_ms(problem)
     trials = 0
@@ -203,7 +184,7 @@ def refine(problem: Problem, schedule: Schedule, limits: Limits) -> Schedule:
 def _neighbours(
     problem: Problem, schedule: Schedule, index: int, limits: Limits
 ) -> Iterator[Schedule]:
-    """Schedules in which one transfer is elsewhere."""
+    """Yield schedules in which one transfer is elsewhere."""
     position = next(i for i, p in enumerate(schedule) if p.transfer == index)
     placement, transfer = schedule[position], problem.transfers[index]
     rest = schedule[:position] + schedule[position + 1 :]
@@ -223,9 +204,9 @@ def _neighbours(
 def _making_room(
     problem: Problem, schedule: Schedule, moved: Placement, limits: Limits
 ) -> Iterator[Schedule]:
-    """Schedules with one move, and room for it.
+    """Yield schedules with one move, and room for it.
 
-    All waits of reductions are as early as memory needs, or one other transfer is shortened.
+    Either all waits of reductions are as early as memory needs, or one other transfer is shortened.
     """
     gathers = {p.transfer: p.issue for p in schedule if problem.transfers[p.transfer].is_gather}
     waits = place_waits(problem, gathers, limits)

@@ -7,9 +7,9 @@
          {"unit": "layers.6", "kind": "all_gather", "ordinal": 0, "issue": 0, "wait": 14,
           "launch": 3, "wire": ""}, ...]}]}
 
-``issue`` and ``wait`` are gaps between steps of compute (see ``problem``). Transfers stand in order
-of issue; those with the same ``launch`` are launched together. ``wire`` is the format in which the
-collective travels (``WireFormat.encode``), ``""`` for none. No rank number is in a plan.
+``issue`` and ``wait`` are gaps between steps of compute (see ``problem``). Transfers are in order
+of issue; equal ``launch`` numbers share a launch. ``wire`` is the format in which the collective
+travels (``WireFormat.encode``), ``""`` for none. A plan contains no rank number.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 from torch import fx
 
-from graph_passes.graph_utils import is_backward, is_collective, is_wait, num_bytes, op_name
+from graph_passes.graph_utils import is_backward, is_gather, is_wait, num_bytes, op_name
 from graph_passes.markers import mark_of
 from graph_passes.scheduling.problem import Dissection, Problem, Transfer
 from graph_passes.scheduling.simulation import Placement, Schedule
 
 VERSION = 2
-"""Version of the format of ``Plan.to_json``, the only one that ``Plan.from_json`` reads."""
+"""Version of the JSON format, the only one that ``Plan.from_json`` reads."""
 
 
 class PlanError(ValueError):
@@ -38,16 +38,16 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class PlannedTransfer:
-    """One collective's place.
+    """Place of one collective.
 
     Attributes:
-        unit: of its mark.
-        kind: of its mark.
-        ordinal: of its mark.
+        unit: FQN of the unit, from the mark.
+        kind: kind of the collective, from the mark.
+        ordinal: ordinal of the flat parameter, from the mark.
         issue: gap between steps of compute in which it is issued, from 0.
         wait: gap in which it is waited for.
         launch: collectives of a graph with the same number are launched together.
-        wire: the format in which it travels, as text; ``""``: as it is.
+        wire: format in which it travels, as text; ``""`` for none.
     """
 
     unit: str
@@ -60,19 +60,19 @@ class PlannedTransfer:
 
     @property
     def name(self) -> str:
-        """The collective in words, for messages."""
+        """Describe the collective, for messages."""
         return f"{self.kind} of unit '{self.unit}', flat parameter {self.ordinal}"
 
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """All places in one graph.
+    """Places of all collectives of one graph.
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
-        digest: of the graph: a plan is applied to the graph that it was made for only.
-        num_steps: of compute in it.
-        transfers: in order of issue.
+        digest: digest of the graph; the plan applies to this graph only.
+        num_steps: steps of compute in it.
+        transfers: collectives in order of issue.
     """
 
     phase: str
@@ -82,7 +82,7 @@ class GraphPlan:
 
     @property
     def short_digest(self) -> str:
-        """Digits that tell graphs apart in labels of collectives."""
+        """Return the digits that tell graphs apart in labels of collectives."""
         return self.digest[:12]
 
 
@@ -91,7 +91,7 @@ class Plan:
     """Decisions for the graphs of a compiled model.
 
     Attributes:
-        inputs: what they follow from; for the reader.
+        inputs: what the decisions follow from, for the reader.
         kept: FQNs of units that stay unsharded between forward and backward.
         graphs: places of collectives.
     """
@@ -101,12 +101,12 @@ class Plan:
     graphs: tuple[GraphPlan, ...]
 
     def to_json(self) -> str:
-        """The plan as text, the same for equal plans."""
+        """Return the plan as text, the same for equal plans."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what ``to_json`` wrote.
+        """Read what ``to_json`` returned.
 
         Raises:
             PlanError: not a plan of this version.
@@ -125,12 +125,12 @@ class Plan:
             raise PlanError(f"plan: expected the fields of version {VERSION}: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file, as ``to_json``."""
+        """Write ``to_json()`` to a file."""
         Path(path).write_text(self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read it from a file.
+        """Read a plan from a file.
 
         Raises:
             PlanError: not a plan of this version.
@@ -142,11 +142,11 @@ class Plan:
             raise PlanError(f"plan: expected a JSON text, got {error}") from error
 
     def digest(self) -> str:
-        """Hash that is equal for equal plans."""
+        """Return a hash that is equal for equal plans."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def diff(self, other: Plan) -> list[str]:
-        """Differences from ``other``, one line each."""
+        """Return the differences from ``other``, one line each."""
         lines = []
         if self.kept != other.kept:
             lines.append(f"kept: {list(self.kept)} -> {list(other.kept)}")
@@ -162,7 +162,7 @@ class Plan:
 
 
 def graph_from(data: Mapping[str, Any]) -> GraphPlan:
-    """Back from ``dataclasses.asdict``."""
+    """Read what ``dataclasses.asdict`` made of a ``GraphPlan``."""
     names = {field.name for field in fields(PlannedTransfer)}
     transfers = []
     for item in data["transfers"]:
@@ -198,7 +198,7 @@ def _wire_diff(one: str, other: str) -> str:
 
 
 def digest_of(parts: Dissection) -> str:
-    """Hash of a graph's steps and collectives, whatever the order of its collectives is now."""
+    """Return a hash of a graph's steps and collectives that ignores the order of collectives."""
     hashed = hashlib.sha256()
     for node in parts.steps:
         shape = tuple(getattr(node.meta.get("val"), "shape", ()))
@@ -209,7 +209,7 @@ def digest_of(parts: Dissection) -> str:
 
 
 def phase_of(parts: Dissection) -> str:
-    """``"forward"`` or ``"backward"``."""
+    """Return ``"forward"`` or ``"backward"``."""
     nodes = [*parts.placeholders, *parts.steps]
     return "backward" if nodes and is_backward(nodes[0].graph) else "forward"
 
@@ -217,7 +217,7 @@ def phase_of(parts: Dissection) -> str:
 def plan_of(
     parts: Dissection, problem: Problem, schedule: Schedule, launches: Mapping[int, int]
 ) -> GraphPlan:
-    """A schedule as data. ``launches``: by index of the transfer, which launch it is part of."""
+    """Return a schedule as data; ``launches`` maps the index of a transfer to its launch."""
     transfers = []
     for placement in schedule:
         transfer = problem.transfers[placement.transfer]
@@ -230,7 +230,7 @@ def plan_of(
 
 
 def indices_by_name(problem: Problem) -> dict[tuple[str, str, int], list[int]]:
-    """Indices of transfers by unit, kind and ordinal, in their order."""
+    """Return the indices of transfers by unit, kind and ordinal, in their order."""
     found: dict[tuple[str, str, int], list[int]] = {}
     for index, transfer in enumerate(problem.transfers):
         mark = transfer.mark
@@ -239,12 +239,12 @@ def indices_by_name(problem: Problem) -> dict[tuple[str, str, int], list[int]]:
 
 
 def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int, int]]:
-    """A plan's places for a problem, checked; and the launch of each transfer.
+    """Return a plan's places for a problem, checked, and the launch of each transfer.
 
     Raises:
-        PlanError: a collective is missing, unknown or twice, has another format, or is placed
-            before what it needs or behind what needs it; or collectives are launched together that
-            cannot be.
+        PlanError: a collective is missing, unknown, listed twice or in another format; it is placed
+            before its input is ready or after its result is needed; or collectives of one launch
+            cannot be launched together.
     """
     left = indices_by_name(problem)
     schedule = []
@@ -269,7 +269,7 @@ def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int
 
 
 def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placement]) -> None:
-    """Check that transfers of one launch follow each other, in one gap, and are alike."""
+    """Check that transfers of one launch follow each other in one gap, and are alike."""
     ended: set[int] = set()
     for position, planned in enumerate(plan.transfers[1:], 1):
         before = plan.transfers[position - 1]
@@ -278,7 +278,7 @@ def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placem
         one, other = (problem.transfers[schedule[i].transfer] for i in (position - 1, position))
         apart = planned.launch in ended
         if planned.launch == before.launch:
-            same = _alike(one) == _alike(other) and not other.is_dependent
+            same = one.launch_key == other.launch_key and not other.is_dependent
             apart = not same or planned.issue != before.issue
         if apart:
             raise PlanError(
@@ -286,10 +286,6 @@ def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placem
                 "kind, group, dtype and format, to follow one another with the same issue, and not "
                 f"to need each other, got it after {before.name}. Give it a launch of its own."
             )
-
-
-def _alike(transfer: Transfer) -> tuple[str, ...]:
-    return transfer.mark.kind, transfer.group, transfer.dtype, transfer.wire
 
 
 def _check_wire(planned: PlannedTransfer, transfer: Transfer) -> None:
@@ -323,16 +319,12 @@ def _check_gaps(planned: PlannedTransfer, problem: Problem, index: int) -> None:
 #
 #     shard -> all_gather -> wait -> first call, second call
 #
-# Torch's elimination of common subexpressions merges the all-gathers only, as a wait has an
-# effect (since torch 2.14; before, it merged both): one collective would be waited for twice.
+# Since torch 2.14, torch's elimination of common subexpressions merges only the all-gathers,
+# because a wait has an effect: one collective would be waited for twice.
 
 
 def share_gathers(graph: fx.Graph) -> None:
-    """Merge equal all-gathers, with the casts before them and their waits.
-
-    Args:
-        graph: a joint graph; changed in place.
-    """
+    """Merge equal all-gathers of a joint graph, with the casts before them and their waits."""
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not _leads_to_parameters(node):
@@ -345,16 +337,11 @@ def share_gathers(graph: fx.Graph) -> None:
 
 
 def _leads_to_parameters(node: fx.Node) -> bool:
-    """Whether it is an all-gather, its wait, or what is computed for it."""
+    """Whether a node is an all-gather, its wait, or computes its input."""
     if node.op != "call_function":
         return False
     source = node.args[0] if is_wait(node) else node
-    return _is_gather(source) or any(map(_is_gather, node.users))
-
-
-def _is_gather(node: Any) -> bool:
-    mark = mark_of(node) if is_collective(node) else None
-    return mark is not None and mark.kind == "all_gather"
+    return is_gather(source) or any(map(is_gather, node.users))  # type: ignore[arg-type]
 
 
 __all__ = ["VERSION", "GraphPlan", "Plan", "PlanError", "PlannedTransfer"]

@@ -10,8 +10,7 @@ After:
     ag(0) ag(1) wait(0) compute(0) ag(2) wait(1) compute(1) ...
     rs(1) compute(0) wait(1) rs(0) wait(0)
 
-Where formats may be left away (``only_where_exposed``), it also decides which collectives travel in
-theirs.
+Where formats are optional (``only_where_exposed``), it also decides which collectives use theirs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Protocol
 from torch import fx
 
 from graph_passes.graph_pass import GraphPass
-from graph_passes.graph_utils import collectives, wait_of
+from graph_passes.graph_utils import collectives, is_gather, wait_of
 from graph_passes.markers import (
     choose_format,
     has_optional_format,
@@ -65,12 +64,12 @@ class Planned:
     Attributes:
         problem: what there was to decide.
         schedule: what was decided.
-        plan: the same as data.
-        options: from which it follows.
-        peak_bytes: most bytes alive in the graph as it is now, on top of what outlives it;
-            ``None`` where nothing predicts them.
-        exposed_without_ms: by index of the transfer, its exposed time without any format that need
-            not be; empty where there are none, or a plan has decided.
+        plan: the schedule as data.
+        options: options from which it follows.
+        peak_bytes: predicted peak of the scheduled graph, on top of what outlives it; ``None``
+            without a prediction.
+        exposed_without_ms: exposed time of each transfer without any optional format; empty if
+            there are none, or a plan decided.
     """
 
     problem: Problem
@@ -83,7 +82,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A graph's parts and problem, where its collectives are, and what formats were chosen by."""
+    """A graph whose collectives were placed; ``exposed_ms`` is that without optional formats."""
 
     parts: Dissection
     problem: Problem
@@ -93,37 +92,36 @@ class _Placed:
 
     @cached_property
     def plan(self) -> GraphPlan:
-        """Plan as data."""
         return plan_of(self.parts, self.problem, self.schedule, self.launches)
 
 
 Places = Callable[[Problem], tuple[Schedule, dict[int, int]]]
-"""A plan's places in a problem, and the launch of each transfer."""
+"""Maps a problem to places, and to the launch of each transfer."""
 
 
 class Agreement(Protocol):
     """Agreement of all ranks on one plan."""
 
     def __call__(self, plan: GraphPlan) -> GraphPlan:
-        """Plan that all ranks follow in a graph, given this rank's."""
+        """Return the plan that all ranks follow in a graph, given this rank's."""
 
     def are_followed(self, plans: Sequence[GraphPlan]) -> bool:
-        """Whether all ranks follow these; if not, ``cache_key`` is another one from now on."""
+        """Return whether all ranks follow these plans; if not, ``cache_key`` changes."""
 
     def cache_key(self) -> str:
-        """Which plans are followed, where code that was compiled for others must not be taken."""
+        """Return a text that tells code compiled for other plans apart."""
 
 
 class Planner(GraphPass):
     """Place all collectives, so that they run while something else is computed.
 
     Args:
-        options: cost model, limits, and which decisions to take; by default ``Options()``.
-        live_bytes_of: bytes alive at every node of a graph; ``None``: they are not limited.
-        plan: places to take instead of deciding; graphs that it does not know are an error.
-        observe: called with what was done to each graph.
-        agree: called with what was decided; returns what all ranks do. The order of its launches is
-            followed where it is another one.
+        options: cost model, limits, and decisions to take; by default ``Options()``.
+        live_bytes_of: bytes alive at every node of a graph; ``None``: no memory limit.
+        plan: places to use; a graph that it does not know is an error. ``None``: decide.
+        observe: called with the result for each graph.
+        agree: maps this rank's plan to the plan that all ranks follow; if its launches differ, its
+            order is followed.
     """
 
     name = "planner"
@@ -149,7 +147,7 @@ class Planner(GraphPass):
         self.last: GraphPlan | None = None  # what was done to the graph before
 
     def cache_key(self) -> str:
-        """Everything that a decision follows from."""
+        """Return everything that a decision follows from."""
         agreed = self.agree.cache_key() if self.agree else ""
         return f"{self.options!r} {self.plan.digest() if self.plan else ''} {agreed}"
 
@@ -176,9 +174,10 @@ class Planner(GraphPass):
             self.observe(Planned(*found, exposed))
 
     def _agreed(self, graph: fx.Graph) -> _Placed:
-        """Places as decided, or as other ranks have decided, where their launches differ.
+        """Place collectives as decided, or as all ranks do if their launches differ.
 
-        Ranks whose graphs do not allow that have the same order of steps in common.
+        If the graph does not allow the order of all ranks, it gets the order of steps
+        (``without_plan``), which is the same in every such graph.
         """
         order = list(graph.nodes)
         placed = self._decided(graph)
@@ -195,12 +194,12 @@ class Planner(GraphPass):
             return self._placed(graph, (), without_plan)
 
     def _given(self, graph: fx.Graph, plan: Plan) -> _Placed:
-        """Places and formats of a plan that was made for this graph."""
+        """Place collectives as a plan for this graph says."""
         given = _plan_for(plan, dissect(graph))
         return self._placed(graph, _formats_of(given, graph), partial(schedule_from, given))
 
     def _placed(self, graph: fx.Graph, chosen: Collection[fx.Node], places: Places) -> _Placed:
-        """The places of these collectives in their formats, and of all others in none."""
+        """Place collectives; only the ``chosen`` ones use their optional formats."""
         _choose(graph, chosen)
         parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
         schedule, launches = places(problem)
@@ -208,7 +207,7 @@ class Planner(GraphPass):
         return _Placed(parts, problem, schedule, launches)
 
     def _decided(self, graph: fx.Graph) -> _Placed:
-        """Places as decided, with the formats that make the graph faster than without them."""
+        """Place collectives as decided; use optional formats only if the graph gets faster."""
         order = list(graph.nodes)
         choice, nodes = self._formats(graph)
         _put_back(graph, order)
@@ -228,12 +227,12 @@ class Planner(GraphPass):
         return replace(self._scheduled(graph), exposed_ms=exposed)
 
     def _scheduled(self, graph: fx.Graph) -> _Placed:
-        """The best places with the formats that the collectives have now."""
+        """Find the best places with the current formats."""
         parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
         return _Placed(parts, problem, *self._place(graph, parts, problem))
 
     def _formats(self, graph: fx.Graph) -> tuple[FormatChoice | None, list[fx.Node]]:
-        """The choice of formats that need not be, by index of a collective, and the collectives."""
+        """Choose optional formats; return the choice, and the collectives that it indexes."""
         optional = {node for node in collectives(graph) if has_optional_format(node)}
         if not optional:
             return None, []
@@ -245,15 +244,14 @@ class Planner(GraphPass):
         return choice, [chain.collective for chain in parts.chains]
 
     def _peak(self, graph: fx.Graph) -> int | None:
-        """Most bytes alive in a graph as it is now."""
         return max(self.live_bytes_of(graph), default=0) if self.live_bytes_of else None
 
     def _place(
         self, graph: fx.Graph, parts: Dissection, problem: Problem
     ) -> tuple[Schedule, dict[int, int]]:
-        """Decide and apply; again with less, where the graph itself then exceeds a given budget.
+        """Decide and apply; decide again with a smaller budget while the graph exceeds the user's.
 
-        The problem knows memory during steps, the graph also in between.
+        The problem knows the memory during steps only, the graph also between them.
         """
         budget = self.options.limits.memory_budget_bytes
         options = self.options
@@ -277,7 +275,7 @@ class Planner(GraphPass):
 
     @staticmethod
     def _mark(placed: _Placed) -> None:
-        """Let collectives say what they are launched with, and of which graph they are."""
+        """Mark collectives with their launch and with the digest of their graph."""
         sizes = Counter(placed.launches.values())
         for index, launch in placed.launches.items():
             node = placed.parts.chains[index].collective
@@ -286,21 +284,21 @@ class Planner(GraphPass):
 
 
 def _put_back(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """Put a graph into the order that it had: some collectives stay where they are in it."""
+    """Restore the order of a graph: dependent collectives are pinned by it."""
     *nodes, output = order
     for node in nodes:
         output.prepend(node)
 
 
 def _choose(graph: fx.Graph, chosen: Collection[fx.Node]) -> None:
-    """Let these collectives travel in their format, and no others that need not."""
+    """Let these collectives use their optional formats, and no others."""
     for node in collectives(graph):
         if has_optional_format(node):
             choose_format(node, node in chosen)
 
 
 def _formats_of(plan: GraphPlan, graph: fx.Graph) -> set[fx.Node]:
-    """Collectives whose optional format a plan wants."""
+    """Return the collectives whose optional format a plan uses."""
     wanted = Counter((t.unit, t.kind, t.ordinal, t.wire) for t in plan.transfers if t.wire)
     found = set()
     for node in collectives(graph):
@@ -335,13 +333,13 @@ def _unknown_graph(plan: Plan, parts: Dissection, digest: str) -> str:
 # -- selective unshard -----------------------------------------------------------------------------
 # Selective unshard: with memory to spare, some units stay unsharded between forward and backward.
 #
-# Resharding after forward costs an all-gather in the backward. Where a memory budget leaves room,
-# the units are kept whose all-gather costs the most exposed time for the bytes that they hold::
+# Resharding after forward costs an all-gather in the backward. Within a memory budget, the units
+# are kept whose all-gather costs the most exposed time per byte held::
 #
 #     forward ... wait(k) compute(k) ........ | ........ compute'(k)     kept: alive in between
 #     forward ... wait(k) compute(k)  freed   | ag(k) wait(k) compute'(k)
 #
-# Tried on the simulated clock, one unit after the other, until nothing fits or nothing is gained.
+# Units are tried on the simulated clock, one after the other, until none fits or none gains.
 
 
 LiveBytes = Callable[[fx.Graph], Sequence[int]]
@@ -359,11 +357,11 @@ class _State:
 def choose_kept(
     forward: fx.Graph, backward: fx.Graph, options: Options, live_bytes_of: LiveBytes
 ) -> tuple[str, ...]:
-    """The units to keep within ``options.limits.memory_budget_bytes``, best first.
+    """Return the units to keep within ``options.limits.memory_budget_bytes``, best first.
 
     Args:
-        forward: as it is with every unit resharded.
-        backward: the same; put into unscheduled order.
+        forward: the forward with every unit resharded.
+        backward: the backward; put into unscheduled order.
         options: the planner's; without a budget nothing is kept.
         live_bytes_of: bytes alive at every node of a graph.
 
@@ -402,12 +400,12 @@ def _start(
 
 
 def _last_uses(forward: fx.Graph) -> dict[str, int]:
-    """For every unit that reshards, the position behind which it is freed in the forward."""
+    """Return the position after which each unit that reshards is freed in the forward."""
     ends = {node: lifetime.end for lifetime in storages(forward) for node in lifetime.nodes}
     result: dict[str, int] = {}
     for node in collectives(forward):
         mark = mark_of(node)
-        if mark is not None and mark.kind == "all_gather" and mark.reshards:
+        if mark is not None and is_gather(node) and mark.reshards:
             result[mark.unit] = max(ends[wait_of(node)], result.get(mark.unit, 0))
     return result
 
@@ -422,7 +420,7 @@ def _held(problem: Problem, unit: str) -> int:
 
 
 def _keep(state: _State, unit: str, last_use: int, options: Options) -> _State | None:
-    """The state with one unit more kept; ``None`` where the backward has no room for it."""
+    """Return the state with one more unit kept; ``None`` if the backward has no room for it."""
     problem = state.backward
     gone = [t for t in problem.transfers if t.is_gather and t.mark.unit == unit]
     base = list(problem.base_bytes)
@@ -441,25 +439,24 @@ def _keep(state: _State, unit: str, last_use: int, options: Options) -> _State |
 
 
 # -- format choice ---------------------------------------------------------------------------------
-# Choice of formats: which collectives travel in fewer bits, where the planner decides.
+# Choice of optional formats: which collectives travel in fewer bits.
 #
-# A format shortens a transfer and lengthens what computes::
+# A format shortens a transfer and lengthens the compute::
 #
 #     as it is    compute   |======== transfer ========| compute'     exposed in the middle
 #     formatted   compute + |=== transfer ===| + compute'             + encodes, decodes
 #
-# Where the transfer is hidden, only the second remains. So formats go to the collectives whose
-# format makes the simulated step shorter, those that expose the most time first; the schedule is
-# decided anew with them, and they are kept only if that one is faster than the best without any.
+# If the transfer is hidden, only the cost remains. So collectives get their format if it shortens
+# the simulated step, beginning with the most exposed. The schedule is decided anew with the
+# formats, and they are kept only if it is faster than the best schedule without any.
 
 
 _ROUNDS = 3
-"""A schedule decided with formats may expose other collectives; so often they are looked at."""
+"""Limit of rounds: a schedule decided with formats may expose other collectives."""
 _WORTH = 0.1
-"""A format must save this part of what the collective takes without it."""
+"""A format must save this part of the collective's time without it."""
 FASTER = 0.99
-"""All formats of a graph together must bring its time below this part of that without any: they
-cost accuracy, and the cost model errs too."""
+"""Formats must bring a graph's time below this part of its time without: they cost accuracy."""
 
 
 @dataclass(frozen=True)
@@ -467,9 +464,9 @@ class FormatChoice:
     """Formats for one graph.
 
     Attributes:
-        chosen: indices of the transfers that have theirs.
-        without_ms: simulated time of the graph without any.
-        exposed_ms: by index of the transfer, its exposed time without any.
+        chosen: indices of the transfers that use theirs.
+        without_ms: simulated time of the graph without optional formats.
+        exposed_ms: exposed time of each transfer without optional formats.
     """
 
     chosen: frozenset[int]
@@ -488,9 +485,9 @@ def choose_formats(problem: Problem, formatted: Problem, options: Options) -> Fo
     """Choose formats for a graph; in the simulation it is never slower with them.
 
     Args:
-        problem: without formats that need not be.
-        formatted: the same with all of them; its transfers stand in the same order.
-        options: of the schedules that are compared.
+        problem: the problem without optional formats.
+        formatted: the same problem with all of them; transfers are in the same order.
+        options: options of the schedules that are compared.
 
     Raises:
         BudgetError: as ``decide``, without any format.
@@ -511,7 +508,7 @@ def choose_formats(problem: Problem, formatted: Problem, options: Options) -> Fo
 
 
 def with_formats(problem: Problem, formatted: Problem, chosen: Collection[int]) -> Problem:
-    """A problem in which some transfers have their format."""
+    """Return a problem in which some transfers use their format."""
     transfers = tuple(
         _in_format(one, other) if i in chosen else one
         for i, (one, other) in enumerate(zip(problem.transfers, formatted.transfers, strict=True))
@@ -520,7 +517,7 @@ def with_formats(problem: Problem, formatted: Problem, chosen: Collection[int]) 
 
 
 def _in_format(one: Transfer, other: Transfer) -> Transfer:
-    """The first as the second travels; it stays between the same steps."""
+    """Return the formatted transfer between the same steps as the plain one."""
     return replace(other, ready=one.ready, need=one.need, is_dependent=one.is_dependent)
 
 
@@ -530,7 +527,7 @@ def _decided(problem: Problem, chosen: frozenset[int], options: Options) -> _Dec
 
 
 def _improved(problem: Problem, formatted: Problem, best: _Decided) -> frozenset[int]:
-    """Formats that shorten a schedule as it stands: more of them, less those without effect."""
+    """Return better formats for a schedule: add those that save time, drop those that do not."""
     optional = [
         i
         for i, (one, other) in enumerate(zip(problem.transfers, formatted.transfers, strict=True))

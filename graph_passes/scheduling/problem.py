@@ -1,14 +1,14 @@
-"""A graph as a scheduling problem: steps of compute in a fixed order, transfers to place between.
+"""A graph as a scheduling problem: steps of compute in a fixed order, and transfers to place.
 
     step 0   step 1   step 2   ...   step S-1
    ^        ^        ^                       ^
  gap 0    gap 1    gap 2                   gap S
 
-A *step* is any node that is neither an input, a collective, a wait, nor part of a collective's own
+A *step* is any node that is neither an input, a collective, a wait, nor part of a collective's
 chain (the cast of a shard before its all-gather, the cast of a reduced gradient behind its wait).
-Steps keep their order. A *transfer* is one collective with its chains; it may be issued in any gap
-from ``ready``, when its input is there, to ``need``, before which its result must be there. For an
-all-gather the question is how early to issue it, for a reduction how late to wait for it.
+Steps keep their order. A *transfer* is one collective with its chain. It may be issued in any gap
+from ``ready``, where its input is there, to ``need``, before which its result is read. The decision
+is how early to issue an all-gather, and how late to wait for a reduction.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import fx
 
@@ -27,11 +28,13 @@ from graph_passes.graph_utils import (
     collectives,
     group_of,
     is_collective,
+    is_gather,
     is_view,
     is_wait,
     mutates,
     num_bytes,
     op_name,
+    order_index,
     payload_bytes,
     wait_of,
 )
@@ -39,7 +42,7 @@ from graph_passes.markers import Mark, mark_of, unit_of, wire_of
 from graph_passes.wire_format import text_of
 
 _MARGIN = 1.5
-"""Factor by which a reduction is taken to last longer where another one waits for it."""
+"""Factor on the time of a reduction whose result another collective sends."""
 
 _CASTS = frozenset(
     {"aten::_to_copy", "aten::clone", "prims::convert_element_type", "fsdp_dynamo::to_device"}
@@ -51,25 +54,24 @@ class Transfer:
     """One collective to place.
 
     Attributes:
-        mark: who it is.
-        group: registered name of its process group; transfers of one group are issued in one
-            order by all ranks.
+        mark: identity of the collective.
+        group: registered name of its process group; all ranks issue its transfers in one order.
         ms: duration when it has the link to itself.
         latency_ms: the part of ``ms`` that does not depend on the bytes.
-        wire_bytes: what this rank sends.
+        wire_bytes: bytes that this rank sends.
         ready: earliest gap for the issue.
         need: latest gap for the wait.
-        held_bytes: of an all-gather, what is alive from its issue to ``need`` on top of the
-            graph in which it is issued there; of a reduction, what is alive from ``ready`` to its
-            wait on top of the graph in which it is waited for at once.
-        dtype: of what is sent.
-        is_dependent: whether it sends what another transfer brings.
-        link_name: of the link that it shares with other groups; "": its group has one of its own.
-        payload_bytes: of the unsharded tensor.
-        wire: the format in which it travels, as text; ``""``: as it is.
-        tensor_bytes: what this rank would send without a format.
-        encode_ms: of what computes, at the issue.
-        decode_ms: of what computes, when it has arrived.
+        held_bytes: of an all-gather, the bytes alive from its issue to ``need`` beyond those of a
+            graph that issues it at ``need``; of a reduction, the bytes alive from ``ready`` to its
+            wait beyond those of a graph that waits for it at once.
+        dtype: dtype of what is sent.
+        is_dependent: whether it sends the result of another transfer.
+        link_name: name of a link shared with other groups; ``""``: its group has a link of its own.
+        payload_bytes: bytes of the unsharded tensor.
+        wire: format in which it travels, as text; ``""`` for none.
+        tensor_bytes: bytes that this rank would send without a format.
+        encode_ms: compute time at the issue.
+        decode_ms: compute time at the wait.
     """
 
     mark: Mark
@@ -95,8 +97,13 @@ class Transfer:
         return self.link_name or self.group
 
     @property
+    def launch_key(self) -> tuple[str, ...]:
+        """Key that is equal for transfers which may share a launch."""
+        return self.mark.kind, self.group, self.dtype, self.wire
+
+    @property
     def is_gather(self) -> bool:
-        """An all-gather, as opposed to a reduction."""
+        """Whether it is an all-gather, not a reduction."""
         return self.mark.kind == "all_gather"
 
 
@@ -105,9 +112,9 @@ class Problem:
     """The transfers to place in one graph, between its steps.
 
     Attributes:
-        compute_ms: of each step.
-        units: of each step, the FQN of the unit that it belongs to.
-        base_bytes: alive during each step, with every gather issued where it is needed and
+        compute_ms: duration of each step.
+        units: FQN of the unit that each step belongs to.
+        base_bytes: bytes alive during each step, with every gather issued where it is needed and
             every reduction waited for at once.
         transfers: in the order in which the unscheduled graph issues them.
     """
@@ -119,21 +126,17 @@ class Problem:
 
     @cached_property
     def step_starts_ms(self) -> tuple[float, ...]:
-        """When each step would start if nothing had to be waited for; last, when all end."""
+        """Start of each step if nothing had to be waited for; the last entry is the end."""
         return tuple(accumulate(self.compute_ms, initial=0.0))
 
     @property
     def num_steps(self) -> int:
-        """Steps of compute."""
+        """Number of steps."""
         return len(self.compute_ms)
 
     def segment_starts(self) -> list[int]:
-        """Gaps where the unit that computes changes; the first is 0."""
+        """Return the gaps in which the computing unit changes; the first is 0."""
         return [g for g, u in enumerate(self.units) if g == 0 or u != self.units[g - 1]]
-
-    def with_base_bytes(self, base_bytes: tuple[int, ...]) -> Problem:
-        """Problem with another memory profile."""
-        return replace(self, base_bytes=base_bytes)
 
 
 @dataclass(frozen=True)
@@ -141,10 +144,10 @@ class Chain:
     """The nodes of one transfer.
 
     Attributes:
-        before: what only the collective depends on, in order.
+        before: nodes on which only the collective depends, in order.
         collective: the collective.
         wait: its wait.
-        after: what depends on the wait alone, in order; no step needs it.
+        after: nodes that depend on the wait alone, in order; no step reads them.
     """
 
     before: tuple[fx.Node, ...]
@@ -155,7 +158,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Dissection:
-    """A graph taken apart: inputs, steps and chains, each in graph order."""
+    """Parts of a graph: inputs, steps and chains, each in graph order."""
 
     placeholders: tuple[fx.Node, ...]
     steps: tuple[fx.Node, ...]
@@ -163,13 +166,13 @@ class Dissection:
 
 
 def dissect(graph: fx.Graph) -> Dissection:
-    """Steps and chains of a graph whose collectives have marks and one wait each."""
+    """Divide a graph whose collectives have marks and one wait each into steps and chains."""
     issued = list(collectives(graph))
     taken: set[fx.Node] = set()
     chains = []
     for node in issued:
         before = _private_inputs(node)
-        after = _private_users(wait_of(node)) if not _is_gather(node) else ()
+        after = _private_users(wait_of(node)) if not is_gather(node) else ()
         chains.append(Chain(before, node, wait_of(node), after))
         taken.update((*before, node, wait_of(node), *after))
     inputs = tuple(n for n in graph.nodes if n.op in ("placeholder", "get_attr"))
@@ -178,14 +181,9 @@ def dissect(graph: fx.Graph) -> Dissection:
     return Dissection(inputs, steps, tuple(chains))
 
 
-def _is_gather(node: fx.Node) -> bool:
-    mark = mark_of(node)
-    return mark is not None and mark.kind == "all_gather"
-
-
 def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Nodes that lead from inputs of the graph to an all-gather and to nothing else."""
-    if not _is_gather(node):
+    """Return the nodes that lead from an input of the graph to an all-gather only."""
+    if not is_gather(node):
         return ()
     chain: list[fx.Node] = []
     current = node
@@ -201,12 +199,12 @@ def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _private_users(wait: fx.Node) -> tuple[fx.Node, ...]:
-    """Nodes that depend on a reduction's wait alone."""
+    """Return the nodes that depend on a reduction's wait alone."""
     return tuple(_grow({wait}))[1:]
 
 
 def _grow(inside: set[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes of ``inside`` and, breadth first, all that have one of them as their only input."""
+    """Yield the given nodes and, breadth first, all nodes whose only input is one of them."""
     pending = deque(inside)
     while pending:
         node = pending.popleft()
@@ -214,28 +212,37 @@ def _grow(inside: set[fx.Node]) -> Iterator[fx.Node]:
         for user in node.users:
             if user in inside or user.op == "output" or is_collective(user) or is_wait(user):
                 continue
-            if len(user.all_input_nodes) == 1:  # a cast, a division: no compute of its own
+            if len(user.all_input_nodes) == 1:  # a cast, a division
                 inside.add(user)
                 pending.append(user)
 
 
 def problem_of(graph: fx.Graph, cost: CostModel, parts: Dissection | None = None) -> Problem:
-    """The problem that a graph poses; memory is not in it yet (``base_bytes`` are 0)."""
+    """Return the problem that a graph poses, without memory (``base_bytes`` are 0)."""
     parts = parts or dissect(graph)
-    gap_behind = {node: gap + 1 for gap, node in enumerate(parts.steps)}
-    gap_before = {node: gap for gap, node in enumerate(parts.steps)}
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    compute_ms = tuple(cost.compute_ms(node) for node in parts.steps)
-    pinned = _pinned_gaps(parts, gap_behind, position, cost, compute_ms)
-    transfers = tuple(
-        _transfer(chain, cost, gap_behind, gap_before, len(parts.steps), position, pinned)
-        for chain in parts.chains
+    gaps = _Gaps(
+        before={node: gap for gap, node in enumerate(parts.steps)},
+        behind={node: gap + 1 for gap, node in enumerate(parts.steps)},
+        last=len(parts.steps),
+        position=order_index(graph),
     )
+    compute_ms = tuple(cost.compute_ms(node) for node in parts.steps)
+    pinned = _pinned_gaps(parts, gaps, cost, compute_ms)
+    transfers = tuple(_transfer(chain, gaps, cost, pinned) for chain in parts.chains)
     return Problem(compute_ms, _units(parts.steps), (0,) * len(parts.steps), transfers)
 
 
+class _Gaps(NamedTuple):
+    """Gaps before and behind each step, the last gap, and the position of every node."""
+
+    before: dict[fx.Node, int]
+    behind: dict[fx.Node, int]
+    last: int
+    position: dict[fx.Node, int]
+
+
 def _units(steps: tuple[fx.Node, ...]) -> tuple[str, ...]:
-    """Each step's unit; a node without a mark belongs to the unit before it."""
+    """Return each step's unit; a node without a mark belongs to the unit before it."""
     units: list[str] = []
     for node in steps:
         unit = unit_of(node)
@@ -244,17 +251,13 @@ def _units(steps: tuple[fx.Node, ...]) -> tuple[str, ...]:
 
 
 def _pinned_gaps(
-    parts: Dissection,
-    gap_behind: dict[fx.Node, int],
-    position: dict[fx.Node, int],
-    cost: CostModel,
-    compute_ms: tuple[float, ...],
+    parts: Dissection, gaps: _Gaps, cost: CostModel, compute_ms: tuple[float, ...]
 ) -> dict[fx.Node, int]:
-    """Gaps of collectives that depend on another's result: these do not move.
+    """Return the gaps of collectives that send another collective's result: these do not move.
 
-    It is the one where they are. A reduction that nothing in the graph waits for (over replicas,
-    of what another one brings) goes where the other will be done: until then there is nothing to
-    send, and to wait for it holds up both.
+    Such a collective stays where it is. But a reduction whose result only leaves the graph (over
+    replicas) goes to the gap in which the other one will have ended: issued earlier it has nothing
+    to send, and both are held up.
     """
     bringers = {n: chain for chain in parts.chains for n in (chain.wait, *chain.after)}
     starts_ms = tuple(accumulate(compute_ms, initial=0.0))
@@ -264,8 +267,9 @@ def _pinned_gaps(
         other = next((bringers[n] for n in sources if n in bringers), None)
         if other is None:
             continue
-        here = position[chain.collective]
-        gap = max((gap for node, gap in gap_behind.items() if position[node] < here), default=0)
+        here = gaps.position[chain.collective]
+        earlier = (gap for node, gap in gaps.behind.items() if gaps.position[node] < here)
+        gap = max(earlier, default=0)
         if _only_leaves(chain):
             gap = max(gap, pinned.get(other.collective, 0))
             done_ms = starts_ms[gap] + _MARGIN * cost.collective_ms(other.collective)
@@ -275,40 +279,32 @@ def _pinned_gaps(
 
 
 def _only_leaves(chain: Chain) -> bool:
-    """Whether nothing in the graph uses what a chain brings: it is an output."""
+    """Whether the result of a chain is only an output of the graph."""
     own = {chain.wait, *chain.after}
     return all(user in own or user.op == "output" for node in own for user in node.users)
 
 
-def _transfer(
-    chain: Chain,
-    cost: CostModel,
-    gap_behind: dict[fx.Node, int],
-    gap_before: dict[fx.Node, int],
-    num_steps: int,
-    position: dict[fx.Node, int],
-    pinned: dict[fx.Node, int],
-) -> Transfer:
+def _transfer(chain: Chain, gaps: _Gaps, cost: CostModel, pinned: dict[fx.Node, int]) -> Transfer:
     node = chain.collective
     mark = mark_of(node)
-    assert mark is not None  # verify_graph has seen to that
+    assert mark is not None  # dissect finds marked collectives only
     sources = (chain.before or (node,))[0].all_input_nodes
     writers = [
         user
         for source in sources
         for user in source.users
-        if position[user] < position[node] and mutates(user, source)
+        if gaps.position[user] < gaps.position[node] and mutates(user, source)
     ]
-    ready = max((gap_behind.get(n, 0) for n in (*sources, *writers)), default=0)
+    ready = max((gaps.behind.get(n, 0) for n in (*sources, *writers)), default=0)
     users = {user for n in (chain.wait, *chain.after) for user in n.users}
-    need = min((gap_before[user] for user in users if user in gap_before), default=num_steps)
+    readers = [gaps.before[user] for user in users if user in gaps.before]
     dependents = [pinned[user] for user in users if user in pinned]
-    need = min([need, *dependents])
+    need = min([gaps.last, *readers, *dependents])
     if node in pinned:
         ready = max(ready, pinned[node])
     messages = messages_bytes(node)
     held = num_bytes(chain.wait) + sum(num_bytes(n) for n in chain.before) + messages
-    if mark.kind != "all_gather":  # the gradient and what arrives for it, or messages of both
+    if not is_gather(node):  # the gradient and what is received, or the messages of both
         arrives = wire_bytes(node) if cost.receives_apart else 0
         held = messages or payload_bytes(node) + arrives
     dtype = getattr(node.meta.get("val"), "dtype", "")

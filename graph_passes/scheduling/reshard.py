@@ -6,10 +6,10 @@ In the joint graph, before the partition::
                                              |
                                              +-----> t -> mm      (backward)
 
-The partitioner would keep ``wait`` (it must not run a collective twice on its own), and so the
-unsharded flat parameter would live until the backward. This pass tags the chain from the shard
-to the parameter views, and everything else that is computed from unsharded parameters alone
-(casts, transposes), as MUST_RECOMPUTE. After the partition::
+The partitioner would save ``wait``, since it never recomputes a collective by itself, and the
+unsharded buffer would live until the backward. So the chain from the shard to the parameter views,
+and everything else computed from unsharded parameters alone (casts, transposes), is tagged
+MUST_RECOMPUTE. After the partition::
 
     forward:   shard -> all_gather -> wait -> split -> view -> mm
     backward:  shard -> all_gather -> wait -> split -> view -> t -> mm
@@ -17,8 +17,8 @@ to the parameter views, and everything else that is computed from unsharded para
 Only the shard, an input, is saved. Units that stay unsharded (the root) are tagged MUST_SAVE at
 their wait, and views of it are recomputed from there.
 
-In the joint graph of a region the unsharded flat parameter is an input. It is what the region
-saves; whether that keeps it alive is decided in the graph around the region.
+In the joint graph of a region the unsharded buffer is an input, which the region saves. The graph
+around the region decides whether that keeps it alive.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graph_passes.graph_utils import is_collective, is_wait
+from graph_passes.graph_utils import is_collective, is_gather, is_wait
 from graph_passes.markers import cuts_views, mark_of
 
-# The partitioner saves what a checkpointed region of a higher number reads from one of a lower;
-# above all of the user's regions, our chains are recomputed whatever reads them.
+# The partitioner saves a value if a checkpointed part of a higher number reads it. Our chains have
+# a higher number than any part of the user's, so they are recomputed whatever reads them.
 _AC_GRAPH_ID = 1 << 30
 
 
@@ -54,15 +54,16 @@ def tag_reshard_after_forward(graph: fx.Graph, kept: Collection[str] = ()) -> li
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        mark = mark_of(node)
-        if is_collective(node):
-            if mark is None or mark.kind != "all_gather":
-                continue
+        if is_gather(node):
+            mark = mark_of(node)
+            assert mark is not None
             from_parameters.add(node)
             reshards = mark.reshards and mark.unit not in kept
             _tag(node, reshards)
             if reshards:
                 resharded.append(mark.unit)
+        elif is_collective(node):
+            continue
         elif is_wait(node) and node.args[0] in from_parameters:
             from_parameters.add(node)
             gather = node.all_input_nodes[0]
@@ -87,7 +88,7 @@ def _tag(node: fx.Node, recompute: bool) -> None:
 
 
 def _tag_shard_casts(graph: fx.Graph) -> None:
-    """Tag what is done to a shard before the all-gather (a cast): done again too, not saved."""
+    """Tag the casts of shards before all-gathers, which are recomputed too."""
     for node in graph.nodes:
         if not is_collective(node) or node.meta.get("recompute") is None:
             continue
@@ -99,20 +100,20 @@ def _tag_shard_casts(graph: fx.Graph) -> None:
 
 
 # -- old values ------------------------------------------------------------------------------------
-# Save the old values of inputs that a step changes, where its backward computes with them again.
+# Save the old values of inputs that a step changes, if its backward computes with them again.
 #
-# In the joint graph, before the partition (batch norm's statistics below activation
+# In the joint graph, before the partition (batch norm's statistics under activation
 # checkpointing)::
 #
 #     mean (input) -> batch_norm -> output, new mean -> returned, and copied into the input
 #
-# The tags of checkpointing have ``batch_norm`` computed again in the backward, from the input:
-# that has changed by then. After this pass it is computed from a copy, twice::
+# Checkpointing's tags have ``batch_norm`` recomputed in the backward from the input, which has
+# changed by then. After ``save_old_values``, it reads a copy both times::
 #
 #     mean (input) -> clone (saved) -> batch_norm -> output, new mean
 #
-# After the partition (a running mean that a layer adds): what the forward saves of an input that
-# it changes is a copy, too.
+# After the partition (a running mean that a layer adds), ``save_copies`` does the same for inputs
+# that the forward saves and changes.
 
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -121,7 +122,7 @@ _SHARED_META = ("val", "tensor_meta", "partitioner_tag")
 
 
 def save_old_values(graph: fx.Graph) -> list[str]:
-    """Let tagged nodes of a joint graph read copies of the inputs that it changes.
+    """Let nodes that are recomputed read copies of the inputs that a joint graph changes.
 
     Args:
         graph: the joint graph, with the tags of activation checkpointing.
@@ -146,7 +147,7 @@ def save_old_values(graph: fx.Graph) -> list[str]:
 
 
 def changed_inputs(graph: fx.Graph) -> frozenset[str]:
-    """Names of the inputs that a joint graph changes."""
+    """Return the names of the inputs that a joint graph changes."""
     return frozenset(node.name for node in _changed(graph, graph.find_nodes(op="placeholder")))
 
 
@@ -156,7 +157,7 @@ def save_copies(forward: fx.Graph, changed: frozenset[str], num_outputs: int) ->
     Args:
         forward: the forward graph.
         changed: names of the inputs that it changes.
-        num_outputs: of its outputs, which come before what it saves.
+        num_outputs: number of its outputs; saved values follow them.
 
     Returns:
         Names of the inputs that are copied.
@@ -175,7 +176,7 @@ def save_copies(forward: fx.Graph, changed: frozenset[str], num_outputs: int) ->
 
 
 def _changed(graph: fx.Graph, inputs: list[fx.Node]) -> Iterator[fx.Node]:
-    """Inputs into which the graph copies, and those whose new values it returns."""
+    """Yield inputs into which the graph copies, and inputs whose new values it returns."""
     described = pytree.tree_leaves(graph.output_node().meta.get("desc"), is_leaf=_is_mutation)
     changed = [one.mutated_input for one in described if _is_mutation(one)]
     for node in inputs:

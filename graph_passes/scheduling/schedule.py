@@ -1,15 +1,15 @@
 """Schedule: place all collectives of a graph, by a cost model and within limits.
 
-Candidates are the schedule with every gather just in time, the one with every gather as early as it
-fits, and the unscheduled graph, with reductions issued at once and waited for late. The better ones
-are refined on the simulated clock and the fastest is taken. So, in the model, a schedule is never
-slower than the unscheduled graph.
+Candidates are: every gather just in time; every gather as early as it fits; both with reductions
+issued at once and waited for late; and the unscheduled graph. The fastest candidates are refined on
+the simulated clock, and the fastest result is used. So, in the model, a schedule is never slower
+than the unscheduled graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, groupby
 
@@ -37,15 +37,16 @@ from graph_passes.scheduling.simulation import (
     Limits,
     Placement,
     Schedule,
+    by_gap,
     is_within,
     total_ms,
     unscheduled,
 )
 
 _REFINED = 2
-"""So many of the fastest candidates are refined: the search is most of the planner's time."""
+"""Number of candidates to refine: the search is most of the planner's time."""
 _CLEARLY = 0.99
-"""A candidate that is less robust must be this much faster."""
+"""A later candidate, which is less robust, must be this much faster."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Options:
     """Decisions to take, limits and costs.
 
     Attributes:
-        prefetch: issue gathers ahead of their use.
-        sink_waits: wait for reductions late.
-        bucket: launch small neighbours together.
-        limits: memory and places in flight.
+        prefetch: whether to issue gathers ahead of their use.
+        sink_waits: whether to wait for reductions late.
+        bucket: whether to launch small neighbours together.
+        limits: bounds on memory and collectives in flight.
         cost: milliseconds of compute and collectives.
     """
 
@@ -70,15 +71,12 @@ class Options:
 def pose(
     graph: fx.Graph, cost: CostModel, live_bytes_of: Callable[[fx.Graph], Sequence[int]] | None
 ) -> tuple[Dissection, Problem]:
-    """Put a graph into unscheduled order.
+    """Put a graph into unscheduled order, and return its parts and the problem with its memory.
 
     Args:
         graph: changed in place.
-        cost: milliseconds.
+        cost: milliseconds of compute and collectives.
         live_bytes_of: bytes alive at every node of a graph; ``None``: memory is left out.
-
-    Returns:
-        The graph's parts, and the problem with its memory (see ``scheduling.problem``).
     """
     parts = dissect(graph)
     problem = problem_of(graph, cost, parts)
@@ -86,18 +84,11 @@ def pose(
     if live_bytes_of is None:
         return parts, problem
     live = dict(zip(graph.nodes, live_bytes_of(graph), strict=True))
-    return parts, problem.with_base_bytes(tuple(live[node] for node in parts.steps))
+    return parts, replace(problem, base_bytes=tuple(live[node] for node in parts.steps))
 
 
 def decide(problem: Problem, options: Options) -> tuple[Schedule, dict[int, int]]:
-    """Place all transfers.
-
-    Args:
-        problem: of one graph.
-        options: which decisions to take, and within which limits.
-
-    Returns:
-        The schedule, and by index of the transfer the launch that it is part of.
+    """Place all transfers; return the schedule, and the launch by index of the transfer.
 
     Raises:
         BudgetError: a memory budget that the unscheduled graph does not keep.
@@ -113,7 +104,7 @@ def decide(problem: Problem, options: Options) -> tuple[Schedule, dict[int, int]
 
 
 def quick(problem: Problem, options: Options) -> Schedule:
-    """A schedule without a search: gathers just in time, reductions waited for late.
+    """Return a schedule without a search: gathers just in time, reductions waited for late.
 
     Raises:
         BudgetError: as ``decide``.
@@ -128,13 +119,13 @@ def _launches(bucketed: Bucketed) -> dict[int, int]:
 
 
 def _best(problem: Problem, options: Options, limits: Limits) -> Schedule:
-    """The best schedule that was found in few steps; no slower than the unscheduled graph."""
+    """Return the best schedule of the coarsened problem; no slower than the unscheduled graph."""
     coarse = coarsen(problem)
     return coarse.original(_best_of_candidates(coarse.problem, options, limits))
 
 
 def _best_of_candidates(problem: Problem, options: Options, limits: Limits) -> Schedule:
-    """The best candidate, refined where that may move everything and can gain something."""
+    """Return the best candidate, refined if options allow it and there is something to gain."""
     plain = _with_waits(problem, {}, options, limits)
     if not options.prefetch:
         return plain
@@ -159,9 +150,9 @@ def _best_of_candidates(problem: Problem, options: Options, limits: Limits) -> S
 def _with_waits(
     problem: Problem, gather_gaps: dict[int, int], options: Options, limits: Limits
 ) -> Schedule:
-    """Gathers at the gaps given (where they are needed, if not), reductions by the options.
+    """Place gathers at the given gaps (default: where they are needed), reductions by the options.
 
-    In a gap gathers go before reductions: they are waited for earlier.
+    Within a gap gathers come before reductions, since they are waited for earlier.
     """
     needed = {i: t.need for i, t in enumerate(problem.transfers) if t.is_gather}
     gaps = {**needed, **gather_gaps}
@@ -182,15 +173,13 @@ def apply(graph: fx.Graph, schedule: Schedule, parts: Dissection | None = None) 
     Args:
         graph: changed in place; nothing is added or removed.
         schedule: one placement a transfer.
-        parts: ``dissect(graph)``, where it is known already.
+        parts: ``dissect(graph)``, if it is known already.
     """
     parts = parts or dissect(graph)
     _Emitter(graph, parts, schedule).run()
 
 
 class _Emitter:
-    """Writer of a graph's nodes in their new order."""
-
     def __init__(self, graph: fx.Graph, parts: Dissection, schedule: Schedule) -> None:
         self._output = next(iter(reversed(graph.nodes)))
         self._parts = parts
@@ -202,20 +191,14 @@ class _Emitter:
         self._done: set[fx.Node] = set()
 
     def run(self) -> None:
-        num_gaps = len(self._parts.steps) + 1
-        issues: list[list[Chain]] = [[] for _ in range(num_gaps)]
-        waits: list[list[Chain]] = [[] for _ in range(num_gaps)]
-        for placement in self._schedule:
-            chain = self._parts.chains[placement.transfer]
-            issues[placement.issue].append(chain)
-            waits[placement.wait].append(chain)
-        for gap in range(num_gaps):
-            for chain in issues[gap]:
-                self._issue(chain)
-            for chain in waits[gap]:
-                self._wait(chain)
-            if gap < len(self._parts.steps):
-                self._emit(self._parts.steps[gap])
+        steps, chains = self._parts.steps, self._parts.chains
+        for gap, (issues, waits) in enumerate(by_gap(self._schedule, len(steps))):
+            for placement in issues:
+                self._issue(chains[placement.transfer])
+            for placement in waits:
+                self._wait(chains[placement.transfer])
+            if gap < len(steps):
+                self._emit(steps[gap])
 
     def _issue(self, chain: Chain) -> None:
         for node in (*chain.before, chain.collective):
@@ -226,7 +209,7 @@ class _Emitter:
             self._emit(node)
 
     def _wait(self, chain: Chain) -> None:
-        self._issue(chain)  # where one in the same gap depends on it, it may not have been
+        self._issue(chain)  # not yet issued if a collective of the same gap depends on it
         for node in (chain.wait, *chain.after):
             self._emit(node)
 
@@ -237,34 +220,33 @@ class _Emitter:
 
 
 # -- following -------------------------------------------------------------------------------------
-# A plan that was made for a graph of other shapes: its order, with places as near as they may be.
+# Plans for graphs of other shapes: the plan's order, with places as close as the graph allows.
 #
-# What ranks must have in common is the order in which collectives are launched, which of them
-# together, and their formats. Where batches differ between ranks, so do times, and each would
-# decide otherwise; so one decides, and the others follow.
+# Ranks must have in common the order of launches, the collectives of each launch, and their
+# formats. If batches differ between ranks, so do times, and each rank would decide differently. So
+# one rank decides, and the others follow.
 
 
 Launches = tuple[tuple[tuple[str, str, int, str], ...], ...]
 
 
 def launches_of(plan: GraphPlan) -> Launches:
-    """Launches in order, each with its collectives and formats, which ranks must have in common."""
+    """Return the launches in order, each with its collectives and formats."""
     return tuple(
         tuple((t.unit, t.kind, t.ordinal, t.wire) for t in launch) for launch in _in_order(plan)
     )
 
 
 def follow(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int, int]]:
-    """Places of a plan's launches in its order, and the launch of each transfer.
+    """Place a plan's launches in its order, and return the launch of each transfer.
 
-    A plan's places are scaled to the number of steps, and moved where the graph does not allow
-    them.
+    Places are scaled to the number of steps, and changed where the graph does not allow them.
 
     Raises:
         PlanError: the graph has other collectives, or does not allow the order.
     """
     found = list(_found(plan, problem))
-    # No later than whatever comes behind it can be.
+    # No launch may be later than the latest place of any launch behind it.
     latest = list(accumulate((min(t.need for _, _, t in one) for one in found[::-1]), min))[::-1]
     scale = problem.num_steps / max(1, plan.num_steps)
     schedule = []
@@ -283,10 +265,10 @@ def follow(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int, int]]
 
 
 def without_plan(problem: Problem) -> tuple[Schedule, dict[int, int]]:
-    """Places, and a launch for each transfer, that follow from nothing but the order of steps.
+    """Return places and launches that follow from the order of steps alone.
 
     A gather is issued where the one before is needed, a reduction where its gradient is there; both
-    are waited for where they are needed. Graphs of other shapes have the same launches.
+    are waited for where they are needed. Graphs of other shapes get the same launches.
     """
     before = 0
     schedule = []
@@ -302,7 +284,7 @@ def without_plan(problem: Problem) -> tuple[Schedule, dict[int, int]]:
 def _found(
     plan: GraphPlan, problem: Problem
 ) -> Iterator[list[tuple[PlannedTransfer, int, Transfer]]]:
-    """The members of each launch, with their indices in a problem."""
+    """Yield the members of each launch, with their indices in a problem."""
     left = indices_by_name(problem)
     for launch in _in_order(plan):
         members = []
@@ -318,7 +300,7 @@ def _found(
 
 
 def _in_order(plan: GraphPlan) -> list[list[PlannedTransfer]]:
-    """Launches in the order in which the graph has them: by gap, in a gap as the plan has them."""
+    """Return launches in the graph's order: by gap, and within a gap in the plan's order."""
     transfers = sorted(plan.transfers, key=lambda transfer: transfer.issue)
     return [list(launch) for _, launch in groupby(transfers, key=lambda t: t.launch)]
 

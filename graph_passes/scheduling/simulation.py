@@ -1,14 +1,14 @@
 """Simulation of a schedule: one pass over its steps on a clock.
 
-A link carries one transfer after the other, in order of issue (which is how NCCL's
-streams and a pair of sockets behave, and what sharing the bandwidth comes to for the last of them).
-Issues cost nothing, a wait blocks until its transfer has arrived. Where a transfer has a format,
-what computes encodes it before the issue, and decodes it after the wait.
+A link carries one transfer after the other, in order of issue: NCCL's streams and a pair of sockets
+do that, and sharing the bandwidth ends at the same time for the last transfer. Issues cost nothing;
+a wait blocks until its transfer has arrived. A transfer with a format is encoded by the compute
+before its issue and decoded after its wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ from graph_passes.scheduling.problem import Problem, Transfer
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a transfer goes.
+    """Place of a transfer.
 
     Attributes:
         transfer: index into ``Problem.transfers``.
@@ -31,12 +31,12 @@ class Placement:
 
 
 Schedule = tuple[Placement, ...]
-"""One placement a transfer. Within a gap, issues follow this order and come before waits."""
+"""One placement a transfer. Within a gap, issues are in this order and come before waits."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Times at which one transfer was under way, in milliseconds from the start of the graph."""
+    """Times of one transfer, in milliseconds from the start of the graph."""
 
     issued_ms: float
     begin_ms: float
@@ -65,31 +65,31 @@ class Timeline:
         return sum(timing.exposed_ms for timing in self.timings.values())
 
 
-def by_gap(gaps: Sequence[tuple[int, Placement]], num_gaps: int) -> list[list[Placement]]:
-    """Placements listed by gap, in their order."""
-    listed: list[list[Placement]] = [[] for _ in range(num_gaps)]
-    for gap, placement in gaps:
-        listed[gap].append(placement)
-    return listed
+def by_gap(schedule: Schedule, num_steps: int) -> Iterator[tuple[list[Placement], list[Placement]]]:
+    """Yield for each gap the placements that are issued in it, and those that are waited for."""
+    issues: list[list[Placement]] = [[] for _ in range(num_steps + 1)]
+    waits: list[list[Placement]] = [[] for _ in range(num_steps + 1)]
+    for placement in schedule:
+        issues[placement.issue].append(placement)
+        waits[placement.wait].append(placement)
+    return zip(issues, waits, strict=True)
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     """Run a schedule on the clock."""
-    issues = by_gap([(p.issue, p) for p in schedule], problem.num_steps + 1)
-    waits = by_gap([(p.wait, p) for p in schedule], problem.num_steps + 1)
     now = 0.0
     free: dict[str, float] = {}
     spans: dict[int, tuple[float, float, float]] = {}
     timings: dict[int, Timing] = {}
     begins = []
-    for gap in range(problem.num_steps + 1):
-        for placement in issues[gap]:
+    for gap, (issues, waits) in enumerate(by_gap(schedule, problem.num_steps)):
+        for placement in issues:
             transfer = problem.transfers[placement.transfer]
             now += transfer.encode_ms
             begin = max(now, free.get(transfer.link, 0.0))
             free[transfer.link] = begin + transfer.ms
             spans[placement.transfer] = (now, begin, begin + transfer.ms)
-        for placement in waits[gap]:
+        for placement in waits:
             issued, begin, end = spans[placement.transfer]
             exposed = max(0.0, end - now)
             timings[placement.transfer] = Timing(issued, begin, end, now, exposed)
@@ -101,7 +101,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
 
 
 def total_ms(problem: Problem, schedule: Schedule) -> float:
-    """``simulate(...).total_ms``, without the details: what a search calls often."""
+    """Return ``simulate(...).total_ms`` without the details: searches call this often."""
     events = sorted(
         [(p.issue, 0, i, p.transfer) for i, p in enumerate(schedule)]
         + [(p.wait, 1, i, p.transfer) for i, p in enumerate(schedule)]
@@ -123,7 +123,7 @@ def total_ms(problem: Problem, schedule: Schedule) -> float:
 
 
 def live_bytes(problem: Problem, schedule: Schedule) -> list[int]:
-    """Bytes alive during each step of a schedule."""
+    """Return the bytes alive during each step of a schedule."""
     change = [0] * (problem.num_steps + 1)
     for placement in schedule:
         transfer = problem.transfers[placement.transfer]
@@ -139,12 +139,12 @@ def live_bytes(problem: Problem, schedule: Schedule) -> list[int]:
 
 
 def peak_bytes(problem: Problem, schedule: Schedule) -> int:
-    """The most of ``live_bytes``; 0 for a graph without steps."""
+    """Return the maximum of ``live_bytes``; 0 for a graph without steps."""
     return max(live_bytes(problem, schedule), default=0)
 
 
 def unscheduled(problem: Problem) -> Schedule:
-    """Every gather where it is needed, every reduction waited for at once."""
+    """Issue every gather where it is needed, wait for every reduction at once."""
     return tuple(
         Placement(i, t.need, t.need) if t.is_gather else Placement(i, t.ready, t.ready)
         for i, t in enumerate(problem.transfers)
@@ -152,9 +152,9 @@ def unscheduled(problem: Problem) -> Schedule:
 
 
 def lower_bound_ms(problem: Problem) -> float:
-    """Time that no schedule beats: compute and what surrounds it, or the busiest link.
+    """Return a time that no schedule beats: compute and what surrounds it, or the busiest link.
 
-    (Encoding and decoding may run beside the first or the last transfer.)
+    Encoding and decoding may overlap with the first or the last transfer.
     """
     compute = sum(problem.compute_ms)
     coding = sum(transfer.encode_ms + transfer.decode_ms for transfer in problem.transfers)
@@ -170,7 +170,7 @@ def lower_bound_ms(problem: Problem) -> float:
 
 
 # -- limits ----------------------------------------------------------------------------------------
-# Limits of a schedule: memory, and places in flight.
+# Limits of a schedule: memory, and the number of collectives in flight.
 
 
 class BudgetError(ValueError):
@@ -178,7 +178,7 @@ class BudgetError(ValueError):
 
 
 def too_small(least_bytes: int, budget_bytes: int | None, where: str = "") -> str:
-    """Message of a ``BudgetError``."""
+    """Return the message of a ``BudgetError``."""
     return (
         f"memory_budget_bytes: expected at least {least_bytes:,} for this graph{where}, got "
         f"{budget_bytes or 0:,}. Raise the budget, wrap smaller units, or checkpoint activations."
@@ -190,13 +190,14 @@ class Limits:
     """Bounds of a schedule.
 
     Attributes:
-        memory_budget_bytes: what may be alive during any step; ``None``: the unscheduled graph's
-            peak, the largest unsharded flat parameter, and the largest unsharded gradient or once
-            more the parameter: one is gathered ahead while the gradient of another is on its way.
-        max_in_flight: gathers issued ahead of their use, and reductions not yet waited for, at
-            most; 1 or more each.
-        margin: how much longer than the model says a gather is taken to last when its place is
-            chosen, so that a model that is somewhat wrong still hides it.
+        memory_budget_bytes: most bytes alive during any step. ``None``: the unscheduled graph's
+            peak, plus the largest unsharded buffer, plus the larger of that buffer and the largest
+            unsharded gradient: a unit is gathered ahead while the gradient of another is being
+            reduced.
+        max_in_flight: most gathers issued ahead of their use, and most reductions not yet waited
+            for; 1 or more.
+        margin: factor on a gather's modelled duration when its place is chosen, so that a model
+            that is somewhat wrong still hides it.
 
     Raises:
         ValueError: a number outside those bounds.
@@ -217,7 +218,7 @@ class Limits:
             )
 
     def resolved(self, problem: Problem) -> Limits:
-        """Limits with the budget of a problem filled in.
+        """Return limits with the budget of a problem filled in.
 
         Raises:
             BudgetError: the unscheduled graph does not keep the budget.
@@ -245,7 +246,7 @@ def is_within(problem: Problem, schedule: Schedule, limits: Limits) -> bool:
 
 
 def _in_flight(problem: Problem, schedule: Schedule) -> list[int]:
-    """During each step, the larger of gathers and reductions in flight."""
+    """Return for each step the larger of the numbers of gathers and reductions in flight."""
     counts = {True: [0] * (problem.num_steps + 1), False: [0] * (problem.num_steps + 1)}
     for placement in schedule:
         of_kind = counts[problem.transfers[placement.transfer].is_gather]
@@ -261,7 +262,7 @@ def _in_flight(problem: Problem, schedule: Schedule) -> list[int]:
 
 
 class Room:
-    """Memory and places in flight that are left at each step while gathers are being placed."""
+    """Memory and places in flight left at each step while gathers are being placed."""
 
     def __init__(self, problem: Problem, limits: Limits) -> None:
         budget = limits.memory_budget_bytes
@@ -270,7 +271,7 @@ class Room:
         self._places = [limits.max_in_flight] * problem.num_steps
 
     def earliest(self, transfer: Transfer, wanted: int) -> int:
-        """The earliest gap from ``wanted`` on from which the transfer fits until its need."""
+        """Return the first gap, from ``wanted`` on, from which the transfer fits until its need."""
         for step in range(transfer.need - 1, wanted - 1, -1):
             if self._free[step] < transfer.held_bytes or self._places[step] < 1:
                 return step + 1

@@ -8,11 +8,13 @@ After::
 
     wait(a)    s0: split, view, mm, gelu    all_gather(c)    s1: mm, write    wait(b)    ...
 
-A stretch takes tensors and gives tensors back. Views, and constants that are made of nothing, are
-copied into every stretch that reads them, so that a stretch takes the unsharded parameter itself
-and not the views of it. Writes into a flat gradient change what the stretch was given and are no
-output of it. Sizes, and flat gradients that are yet to be written, belong to no stretch. A stretch
-takes every symbolic size that its shapes are made of.
+A stretch takes and returns tensors.
+
+- Views and constants are copied into every stretch that reads them, so that it takes the unsharded
+  buffer itself and not its views.
+- A write into a flat gradient changes an input of the stretch and is no output.
+- Sizes, and flat gradients before their first write, belong to no stretch.
+- A stretch takes every symbolic size in its shapes as an input.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ class Stretch:
     """Nodes that are computed between two boundaries.
 
     Attributes:
-        nodes: what is computed, in graph order.
-        inputs: what they read that is not computed here, in order of first use. The flat gradients
-            that are written to are among them, each as the node that made it.
-        outputs: those of the nodes that are read elsewhere.
+        nodes: nodes that are computed, in graph order.
+        inputs: nodes outside that they read, in order of first use. A flat gradient that is written
+            is among them, as the node that made it.
+        outputs: nodes that are read elsewhere.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -68,16 +70,14 @@ class Cutting:
     home: dict[fx.Node, Stretch]
 
     def stretches(self) -> list[Stretch]:
-        """The stretches, in order."""
+        """Return the stretches, in order."""
         return [part for part in self.parts if isinstance(part, Stretch)]
 
 
 def cut(graph: fx.Graph, is_boundary: Callable[[fx.Node], bool]) -> Cutting:
-    """Cut a graph in the order in which its nodes stand.
+    """Cut a scheduled graph in the order of its nodes.
 
-    Args:
-        graph: scheduled.
-        is_boundary: whether a node stands between two stretches.
+    ``is_boundary`` tells whether a node stands between two stretches.
     """
     cutting = _assign(graph, is_boundary)
     read = _read_outside(graph, cutting)
@@ -117,7 +117,7 @@ def _assign(graph: fx.Graph, is_boundary: Callable[[fx.Node], bool]) -> Cutting:
 
 
 def _begins_unit(node: fx.Node, stretch: Stretch) -> bool:
-    """Whether a node is of another unit than what a stretch holds so far."""
+    """Whether a node belongs to another unit than the nodes of a stretch so far."""
     unit = unit_of(node)
     if unit is None or _is_item(node):
         return False
@@ -149,16 +149,16 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The flat gradient behind a write; any other node is its own."""
+    """Return the flat gradient behind a write, and any other node itself."""
     while write_name(node) not in ("", "new_flat"):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _body(stretch: Stretch) -> list[fx.Node]:
-    """Its nodes and the views and constants that they read, each behind what it reads.
+    """Return the nodes of a stretch, and the views and constants that they read, in order.
 
-    Also the sizes of what is computed here; others are given to the stretch.
+    Sizes of values computed here are included as well; other sizes are inputs.
     """
     body: dict[fx.Node, None] = {}
     follows = dict.fromkeys(stretch.nodes, True)
@@ -181,7 +181,7 @@ def _body(stretch: Stretch) -> list[fx.Node]:
 
 
 class _Sizes:
-    """Symbolic sizes, and the nodes that bring each into a graph."""
+    """Symbolic sizes, and the node that introduces each into a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._position = order_index(graph)
@@ -192,11 +192,11 @@ class _Sizes:
                 self._brought_by.setdefault(value.node.expr, node)
 
     def read_by(self, nodes: Sequence[fx.Node], before: fx.Node) -> Iterator[fx.Node]:
-        """Nodes that bring the sizes in others' shapes: for ``(a * b, 8)`` both ``a`` and ``b``.
+        """Yield the nodes that introduce sizes in shapes: for ``(a * b, 8)`` both ``a`` and ``b``.
 
         Args:
-            nodes: of a stretch, with its inputs.
-            before: its first node. A size that the stretch itself brings about is left out.
+            nodes: nodes of a stretch, with its inputs.
+            before: its first node. Sizes that the stretch itself introduces are left out.
         """
         if not self._brought_by:
             return
@@ -208,9 +208,9 @@ class _Sizes:
 
 
 def _read_outside(graph: fx.Graph, cutting: Cutting) -> set[fx.Node]:
-    """Nodes that are read by boundaries, by sizes, or by the graph's output, views looked through.
+    """Return the nodes that boundaries, sizes or the graph's output read, also through views.
 
-    (What stretches read of one another is found with their inputs.)
+    (Inputs of stretches are added by ``cut``.)
     """
     read: set[fx.Node] = set()
     waiting = [
@@ -228,15 +228,13 @@ def _read_outside(graph: fx.Graph, cutting: Cutting) -> set[fx.Node]:
 
 
 # -- bodies ----------------------------------------------------------------------------------------
-# Stretches as graphs by themselves; equal ones have equal keys.
+# Stretches as graphs of their own.
 
 
 def key_of(stretch: Stretch, owner: fx.GraphModule) -> Any:
-    """Hashable key, equal for two stretches exactly if one graph can stand for both.
+    """Return a hashable key, equal for two stretches iff one graph can replace both.
 
-    Args:
-        stretch: of a graph.
-        owner: the module of that graph.
+    ``owner`` is the module of the graph.
     """
     numbered = Numbered([*stretch.inputs, *stretch.nodes], root_of)
     inputs = tuple(value_key(node.meta.get("val")) for node in stretch.inputs)
@@ -248,7 +246,7 @@ def key_of(stretch: Stretch, owner: fx.GraphModule) -> Any:
 
 
 _TUNED = ("mm", "conv", "attention")
-"""Parts of the names of operators for which a compiler has a choice of kernels."""
+"""Parts of the names of operators for which a compiler can choose among kernels."""
 
 
 def is_one_operator(stretch: Stretch) -> bool:
@@ -267,12 +265,7 @@ def is_one_operator(stretch: Stretch) -> bool:
 
 
 def graph_of(stretch: Stretch, owner: fx.GraphModule) -> fx.GraphModule:
-    """A stretch as a graph: ``outputs = graph(*inputs)``. Names in it do not depend on its place.
-
-    Args:
-        stretch: of a graph.
-        owner: the module of that graph.
-    """
+    """Return a stretch as a graph, ``outputs = graph(*inputs)``; names ignore its place."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(stretch.inputs):
@@ -293,7 +286,7 @@ def graph_of(stretch: Stretch, owner: fx.GraphModule) -> fx.GraphModule:
 
 
 def example_inputs(stretch: Stretch) -> list[Any]:
-    """Fake tensors, and sizes, that a stretch is compiled with."""
+    """Return the fake tensors and sizes with which a stretch is compiled."""
     return [node.meta["val"] for node in stretch.inputs]
 
 

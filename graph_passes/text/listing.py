@@ -1,4 +1,4 @@
-"""A graph as text to read and to compare: one line a node, and whose it is at the line's end.
+"""A graph as text to read and compare: a line for each node, with its unit at the end.
 
 ::
 
@@ -23,6 +23,7 @@ from graph_passes.graph_utils import (
     is_backward,
     is_collective,
     is_compute,
+    is_reduction,
     is_region,
     is_wait,
     op_name,
@@ -52,9 +53,9 @@ class Line:
     """One line of a listing.
 
     Attributes:
-        code: without the remark.
-        unit: FQN of the unit that it belongs to; ``None`` for lines of no unit.
-        kind: of the collective that it issues or waits for; ``""`` for compute.
+        code: the line without its remark.
+        unit: FQN of the unit that it belongs to, if any.
+        kind: kind of the collective that it issues or waits for; ``""`` for compute.
         is_wait: whether it waits.
     """
 
@@ -71,7 +72,7 @@ class Line:
 
     @staticmethod
     def parse(text: str) -> Line:
-        """Back from ``str()`` of a line."""
+        """Read what ``str()`` of a line returned."""
         code, bar, remark = text.rpartition(_REMARK)
         if not bar or not remark or not code.strip():
             return Line(text)
@@ -81,11 +82,9 @@ class Line:
 
 
 def listing(graph: fx.Graph, name: str = "forward") -> str:
-    """A graph, and the bodies of the regions that it calls, as Python functions.
+    """Return a graph, and the bodies of the regions that it calls, as Python functions.
 
-    Args:
-        graph: what to write down; nothing about it changes.
-        name: of the function.
+    ``name`` is the function's.
     """
     parts = [*_function(graph, name)]
     for target, body in _bodies(graph):
@@ -175,7 +174,7 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c",
 
 
 def _type(value: Any) -> str:
-    """A tensor's annotation: dtype and shape."""
+    """Return a tensor's annotation: dtype and shape."""
     if not isinstance(value, torch.Tensor):
         return ""
     dtype = str(value.dtype).removeprefix("torch.")
@@ -188,14 +187,14 @@ def _type(value: Any) -> str:
 
 
 def units_in(lines: Sequence[Line]) -> list[str]:
-    """FQNs of the units that a listing has lines of, in order of the first."""
+    """Return the FQNs of the units in a listing, in order of first appearance."""
     return list(dict.fromkeys(line.unit for line in lines if line.unit is not None))
 
 
 def of_unit(lines: Sequence[Line], unit: str) -> list[Line]:
-    """A unit's part of a listing: from its first line to its last.
+    """Return a unit's part of a listing, from its first line to its last.
 
-    Collectives of other units that stand in between are kept; compute of others is one remark.
+    Collectives of other units in between are kept; their compute is folded into a remark.
     """
     own = [i for i, line in enumerate(lines) if line.unit == unit]
     if not own:
@@ -215,9 +214,9 @@ def _folded(lines: Sequence[Line]) -> Line:
 
 
 # -- boundary labels -------------------------------------------------------------------------------
-# Labels of collectives and waits in a *final* graph, as strings that survive code generation.
+# Labels of collectives and waits in a scheduled graph, as strings that survive code generation.
 #
-# A label tells what its collective is, and which units compute next to it.
+# A label describes its collective, and the units that compute next to it.
 
 
 Phase = Literal["forward", "backward"]
@@ -225,18 +224,18 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Label:
-    """One boundary of compute in a final graph.
+    """Label of a collective or a wait in a scheduled graph.
 
     Attributes:
         unit: FQN of the collective's unit.
         kind: what the collective does.
-        phase: the graph it is in.
-        before: units that compute before it, where it is the first boundary of its graph.
+        phase: graph that it is in.
+        before: units that compute before it, if it is the first boundary of its graph.
         after: units that compute between it and the next boundary, in order.
-        ordinal: which flat parameter of the unit.
-        absent: ranges of elements of a gradient that is reduced of which this rank has none.
-        wire: the format in which shards travel, ``WireFormat.encode()``; ``""``: as they are.
-        graph: ``GraphPlan.short_digest`` of the graph it is in; ``""`` without a plan.
+        ordinal: index of the flat parameter in the unit.
+        absent: ranges of elements of a reduced gradient that this rank does not compute.
+        wire: format in which shards travel (``WireFormat.encode``), ``""`` for none.
+        graph: ``GraphPlan.short_digest`` of its graph; ``""`` without a plan.
     """
 
     unit: str
@@ -250,7 +249,7 @@ class Label:
     graph: str = ""
 
     def encode(self) -> str:
-        """The label as a string."""
+        """Return the label as a string."""
         lists = [
             "".join(f"{encode_name(name)}," for name in names)
             for names in (self.before, self.after)
@@ -261,7 +260,7 @@ class Label:
 
     @staticmethod
     def decode(text: str) -> Label:
-        """Back from ``encode``."""
+        """Read what ``encode`` returned."""
         kind, phase, unit, before, after, ordinal, absent, wire, graph = text.split("|")
         names = [tuple(map(decode_name, part.split(",")[:-1])) for part in (before, after)]
         spans = [span.split("-") for span in absent.split(",")[:-1]]
@@ -279,7 +278,7 @@ class Label:
 
 
 def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
-    """Labels of all collectives and waits of a scheduled graph."""
+    """Return the labels of all collectives and waits of a scheduled graph."""
     phase: Phase = "backward" if is_backward(graph) else "forward"
     boundaries: list[tuple[fx.Node, list[fx.Node]]] = []
     before: list[fx.Node] = []
@@ -289,11 +288,10 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
         if is_collective(node) or is_wait(node):
             current = []
             boundaries.append((node, current))
-            mark = mark_of(node)
-            if mark is not None and mark.kind != "all_gather":
+            if is_reduction(node):
                 reduced.add(node)
         elif node.all_input_nodes and all(n in reduced for n in node.all_input_nodes):
-            reduced.add(node)  # a cast or a division of a reduced gradient: no unit's compute
+            reduced.add(node)  # a cast or division of a reduced gradient is no unit's compute
         elif is_compute(node) and not _feeds_a_gather(node):
             current.append(node)
     labels: dict[fx.Node, Label] = {}
@@ -317,7 +315,7 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
 
 
 def _feeds_a_gather(node: fx.Node) -> bool:
-    """The cast of a shard: it belongs to its all-gather, not to the unit's compute."""
+    """Whether a node casts a shard: it belongs to the all-gather, not to a unit's compute."""
     return (
         bool(node.users)
         and all(is_collective(user) for user in node.users)
@@ -329,7 +327,7 @@ _HEAVY = ("mm", "linear", "conv", "attention", "embedding", "einsum")
 
 
 def _units(nodes: list[fx.Node]) -> tuple[str, ...]:
-    """Units in the order in which they compute; where there is heavy compute, of that alone."""
+    """Return units in the order in which they compute, of heavy nodes only if there are any."""
     heavy = [node for node in nodes if _is_heavy(node)]
     units: list[str] = []
     for node in heavy or nodes:
@@ -344,7 +342,7 @@ def _is_heavy(node: fx.Node) -> bool:
 
 
 # -- fingerprint -----------------------------------------------------------------------------------
-# The ordered collectives of a final graph as text: what all ranks must have in common.
+# Ordered collectives of a scheduled graph as text, which all ranks must have in common.
 
 
 SEPARATOR = ";"
@@ -352,16 +350,17 @@ _FIELDS = " "
 
 
 def fingerprint(graph: fx.Graph) -> str:
-    """One entry a collective, in order of issue, joined by ``SEPARATOR``.
+    """Return one entry for each collective, in order of issue, joined by ``SEPARATOR``.
 
-    An entry holds the operator, the unit (``(root)`` for the root) with the ordinal of its flat
-    parameter, dtype (and the format that it may travel in; of an optional one, ``yes`` or ``no``)
-    and elements of the input (and a checksum of its gather plan), the reduction (``-`` for none),
-    whether it is launched together with the one before it (``+``, else ``-``) and the registered
-    name of the process group, which whoever compares replaces by its global ranks.
+    An entry holds:
 
-    Args:
-        graph: a scheduled graph whose collectives carry marks.
+    - the operator;
+    - the unit (``(root)`` for the root) with the ordinal of its flat parameter;
+    - the dtype, and its format if any (``yes`` or ``no`` tells whether an optional format is used);
+    - the elements of the input, and a checksum of the gather plan;
+    - the reduction, ``-`` for none;
+    - ``+`` if it is launched together with the collective before, else ``-``;
+    - the registered name of the process group. Whoever compares replaces it by global ranks.
     """
     entries = []
     launch_before = None
@@ -390,18 +389,18 @@ def _entry(node: fx.Node, with_the_one_before: bool) -> str:
 
 
 def _short(plan: tuple[int, ...]) -> str:
-    """A gather plan with more than one message or piece, as a number."""
+    """Return a checksum of a gather plan with several messages or slices, else ``""``."""
     return f"/{zlib.crc32(repr(plan).encode()):08x}" if len(plan) > 4 or plan[:1] == (0,) else ""
 
 
 def alone(entry: str) -> str:
-    """An entry as if it shared no launch."""
+    """Return an entry as if it shared no launch."""
     fields = entry.split(_FIELDS, 6)
     return _FIELDS.join((*fields[:5], "-", *fields[6:])) if entry else ""
 
 
 def describe_entry(entry: str) -> str:
-    """An entry in words, for a message; ``""`` stands for none."""
+    """Describe an entry for a message; ``""`` stands for none."""
     if not entry:
         return "no further collective"
     name, unit, dtype, numel, reduction, together, group = entry.split(_FIELDS, 6)

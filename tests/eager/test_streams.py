@@ -39,7 +39,8 @@ from fsdp_dynamo.core.reduction import PendingReduce
 from fsdp_dynamo.core.unit import RootState, Unit
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.events import COLLECTIVE_KINDS
-from fsdp_dynamo.graph_mode import offloading
+from fsdp_dynamo.graph_mode.offloading import HostCopies
+from fsdp_dynamo.graph_mode.operators import Issued
 from fsdp_dynamo.wrap import arguments
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -495,11 +496,11 @@ IN_GRAPHS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a shard's copy does not wait before it uses memory again": (
         "offloaded", _replace(SideStreams, "free_pending", lambda streams: None)),
     "a shard's copy is given back while it is sent": (
-        "offloaded", _replace(offloading, "free_sent", lambda output: offloading._staged.clear())),
+        "offloaded", _replace(Issued, "free_sent", lambda issued: None)),
     "a gradient is given back while it is copied": (
         "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_holding)),
     "the host reads a gradient before it is there": (
-        "offloaded", _replace(offloading, "finish_copies", lambda: offloading._copies.clear())),
+        "offloaded", _replace(HostCopies, "finish_copies", lambda copies: copies._to_host.clear())),
     "a copy that is not gathered is not waited for": (
         "offloaded, not sharded", _replace(StreamEvent, "wait", lambda event: None)),
     "a copy that is not gathered does not wait for what had its memory": (

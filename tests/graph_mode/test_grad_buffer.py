@@ -22,13 +22,13 @@ from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.gradients.flat_gradient import (
     OPERATORS,
     chain_of,
-    copied_bytes,
+    concatenation_of,
     ranges_of,
     reductions,
     write_name,
 )
 from graph_passes.gradients.grad_buffer import grad_buffer_node_by_node, group_writes
-from graph_passes.graph_utils import is_backward, is_collective, op_name
+from graph_passes.graph_utils import is_backward, is_collective, num_bytes, op_name
 from graph_passes.markers import COLLECTIVE, UNIT, Mark
 from graph_passes.pipeline import Pipeline
 from graph_passes.spec import SpecError, inventory, verify_graph
@@ -36,6 +36,46 @@ from graph_passes.views import drop_noop_views
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+
+
+def copied_bytes(graph: fx.Graph, fuses: bool = False) -> int:
+    """Return the bytes copied between the producers of gradients and the reductions.
+
+    Counts what concatenations read, and what ``write`` copies without a cast.
+
+    Args:
+        graph: graph before its collectives are lowered.
+        fuses: whether the compiler fuses a ``write`` with the sum that makes its source.
+    """
+    total = 0
+    for reduction in reductions(graph):
+        cat = concatenation_of(reduction)
+        copied = [] if cat is None else [cat]
+        for write in chain_of(reduction):
+            copied += _copied(write, fuses)
+        total += sum(num_bytes(node) for node in copied)
+    return total
+
+
+def _copied(write: fx.Node, fuses: bool) -> list[fx.Node]:
+    """Return the gradients that a write copies without a cast."""
+    if write_name(write) not in ("write", "write_many"):
+        return []
+    dtype = write.meta["val"].dtype
+    kept = [source for source in _sources(write) if source.meta["val"].dtype == dtype]
+    return [source for source in kept if not (fuses and op_name(_base(source)) == "aten::sum")]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the tensor that a gradient is a reshaped view of."""
+    while op_name(node) in ("aten::view", "aten::reshape") and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _sources(write: fx.Node) -> list[fx.Node]:
+    sources: Any = write.args[2] if write_name(write) == "write_many" else [write.args[3]]
+    return list(sources)
 
 
 def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
@@ -576,7 +616,7 @@ def test_no_bytes_are_copied_where_linears_dominate(ranks: RankPool, backend: st
             flats = re.findall(r"(\w+) = graph_ops\.new_flat_on\(", program)
             assert len(flats) == 2
             for flat in flats:
-                issued = program.index(f"graph_ops.reduce_scatter({flat},")
+                issued = program.index(f"graph_ops.reduce_scatter([{flat}, ],")
                 written = [m.start() for m in re.finditer(rf"given = \[.*\b{flat}\b", program)]
                 assert written
                 assert max(written) < issued

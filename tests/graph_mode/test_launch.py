@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_dynamo import DivergenceError, MixedPrecision, record_events
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.gather_plan import one_slice
-from fsdp_dynamo.graph_mode import backends, operators, stretch_compiler
+from fsdp_dynamo.graph_mode import backends, stretch_compiler
+from fsdp_dynamo.graph_mode.operators import GraphOperators
 from fsdp_dynamo.health.graph_agreement import require_agreement
 from graph_passes.graph_utils import collectives as collectives_of
 from graph_passes.graph_utils import op_name
@@ -196,28 +197,21 @@ def _launched(together: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], l
     mode = _Operators()
     of_shards = [one_slice(one.numel()).encode() for one in inputs]
     of_grads = [one_slice(one.numel() // size).encode() for one in inputs]
-    for one, many, kind, middle, plans in (
-        (operators.all_gather, operators.all_gather_together, "all_gather", [size], of_shards),
-        (
-            operators.reduce_scatter,
-            operators.reduce_scatter_together,
-            "reduce_scatter",
-            [size],
-            of_grads,
-        ),
-        (operators.all_reduce, operators.all_reduce_together, "all_reduce", [], None),
+    operators = GraphOperators()
+    for issue, kind, middle, plans in (
+        (operators.all_gather, "all_gather", [size], of_shards),
+        (operators.reduce_scatter, "reduce_scatter", [size], of_grads),
+        (operators.all_reduce, "all_reduce", [], None),
     ):
         texts = _texts(kind, len(inputs))
-        each = [[]] * len(inputs) if plans is None else [[plan] for plan in plans]
+        each = range(len(inputs))
         with mode:
-            if together:
-                outputs = many(inputs, *middle, name, *([plans] if plans else []), texts)
-            else:
-                outputs = [
-                    one(tensor, *middle, name, *plan, text)
-                    for tensor, plan, text in zip(inputs, each, texts, strict=True)
-                ]
-            results += [operators.wait(*t) for t in zip(outputs, inputs, texts, strict=True)]
+            for members in [[*each]] if together else [[i] for i in each]:
+                own = [[plans[i] for i in members]] if plans else []
+                named = [texts[i] for i in members]
+                launch = issue([inputs[i] for i in members], *middle, name, *own, named)
+                results += [operators.wait(launch, i, text) for i, text in enumerate(named)]
+                assert launch == [None] * len(members)
     return results, sorted(mode.names)
 
 

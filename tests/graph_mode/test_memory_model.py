@@ -16,7 +16,6 @@ from graph_passes.graph_utils import collectives, is_backward
 from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
 from graph_passes.memory import liveness as memory
 from graph_passes.memory.liveness import (
-    Lifetime,
     as_generated,
     live_bytes,
     memory_profile,
@@ -213,13 +212,7 @@ def test_what_inductor_generates_lives_longer() -> None:
     assert changed == spans | {"cat": (2, 7), "mm_1": (8, 10)}
 
 
-def test_the_step() -> None:
-    def peak(num_bytes: int) -> memory.MemoryProfile:
-        node = Builder().input("x", 1)
-        return memory.profile_of([Lifetime((node,), num_bytes, 0, 0, "other")], 1)
-
-    assert memory.step_peak_bytes(peak(3), peak(5), 4, 10) == 15
-    assert memory.step_peak_bytes(peak(3), peak(5), 7, 10) == 17
+def test_an_empty_profile() -> None:
     assert memory.profile_of([], 0).peak_bytes == 0
 
 
@@ -329,7 +322,7 @@ def _predicted_and_measured(rank: int, world_size: int, backend: str) -> tuple[i
     standing = measured["shards"] + measured["optimizer"]
     forward, backward = profiles[False], profiles[True]
     saved = backward.live_bytes[0]
-    predicted = memory.step_peak_bytes(forward, backward, saved, standing)
+    predicted = standing + max(forward.peak_bytes, saved, backward.peak_bytes)
     return predicted, sum(measured.values()), standing
 
 

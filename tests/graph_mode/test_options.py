@@ -135,7 +135,7 @@ def test_passes_that_cannot_be_left_out(disabled: Any, kind: type[Exception], me
 
 def test_a_pass_says_what_it_is() -> None:
     text = Pipeline([drop_noop_views, grad_buffer, _Watching()]).text().splitlines()
-    assert text[0].startswith("drop_noop_views  bitwise  Replace identities")
+    assert text[0].startswith("drop_noop_views  bitwise  Remove identities")
     assert text[1].startswith("grad_buffer      numeric  Write gradients")
     assert text[2] == "_Watching        numeric  Keep the names of the operators."
 

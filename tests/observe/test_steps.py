@@ -29,7 +29,7 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.dynamo.artifacts import Compilation, record_compilations
 from fsdp_dynamo.events import COLLECTIVE_KINDS, Event, EventLog, Kind, Model, Step
-from fsdp_dynamo.graph_mode import trace
+from fsdp_dynamo.graph_mode import graph_recording
 from fsdp_dynamo.observe.explain import (
     RecordedStep,
     recorded_step,
@@ -452,7 +452,7 @@ def _first_compute(rank: int, world_size: int) -> tuple[float, float]:
         begin = time.perf_counter_ns()
         time.sleep(0.2)
         loss.backward()
-    assert isinstance(trace.current(), trace.NoRecording)
+    assert isinstance(graph_recording.current(), graph_recording.NoRecording)
     return min(e.issued_ns for e in log) - begin, 0.2e9
 
 
