@@ -14,12 +14,12 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from fsdp_dynamo.comm.group_state import state_of, states_of
 from fsdp_dynamo.errors import unit_name
 from fsdp_dynamo.events import is_in_backward, num_steps
 from graph_passes.wire_format import WireFormat
@@ -77,15 +77,12 @@ class Entry(NamedTuple):
 
 
 class _GroupLog:
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.ranks = list(range(group.size()))
-        with suppress(ValueError, RuntimeError, KeyError):  # a group that torch does not know
-            self.ranks = dist.get_process_group_ranks(group)
+    def __init__(self) -> None:
+        self.ranks: list[int] = []  # set with the first entry
         self.count = 0
         self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
 
 
-_logs: WeakKeyDictionary[dist.ProcessGroup, _GroupLog] = WeakKeyDictionary()
 _latest: Entry | None = None
 
 
@@ -108,9 +105,9 @@ def record(
         use: ``"forward"`` or ``"backward"``, whichever is running, by default.
         wire: wire format; it becomes part of ``use``, since ranks must agree on it.
     """
-    log = _logs.get(group)
-    if log is None:
-        log = _logs[group] = _GroupLog(group)
+    log = state_of(group, _GroupLog)
+    if not log.ranks:
+        log.ranks = _ranks_of(group)
     global _latest
     use = use or ("backward" if is_in_backward() else "forward")
     if wire is not None:
@@ -121,24 +118,29 @@ def record(
     return _latest
 
 
+def _ranks_of(group: dist.ProcessGroup) -> list[int]:
+    with suppress(ValueError, RuntimeError, KeyError):  # a group that torch does not know
+        return dist.get_process_group_ranks(group)
+    return list(range(group.size()))
+
+
 def recent(group: dist.ProcessGroup, most: int) -> list[Entry]:
     """Return the last ``most`` collectives of a group, oldest first."""
-    log = _logs.get(group)
-    return [] if log is None else list(log.entries)[-most:]
+    return list(state_of(group, _GroupLog).entries)[-most:]
 
 
 def count(group: dist.ProcessGroup) -> int:
     """Number of a group's collectives that this rank has issued; the ``number`` of the next one."""
-    log = _logs.get(group)
-    return 0 if log is None else log.count
+    return state_of(group, _GroupLog).count
 
 
 GroupRecord = tuple[list[int], int, list[Entry]]
 
 
 def recent_by_group() -> list[GroupRecord]:
-    """Ranks, number of collectives and last ``MAX_ENTRIES`` of each group, by first use."""
-    return [(log.ranks, log.count, list(log.entries)) for log in list(_logs.values())]
+    """Ranks, number of collectives and last ``MAX_ENTRIES`` of each group."""
+    logs = states_of(_GroupLog)
+    return [(log.ranks, log.count, list(log.entries)) for log in logs if log.count]
 
 
 @lru_cache(maxsize=4096)

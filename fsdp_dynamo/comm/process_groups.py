@@ -21,12 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.errors import (
     FSDPStateError,
@@ -324,10 +324,8 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     return seconds
 
 
-_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
-"""Subgroups by group and ranks, shared by all units, since connections cost memory."""
+class _Subgroups(dict[tuple[int, ...], dist.ProcessGroup]):
+    """Subgroups of a group by ranks, shared by all units, since connections cost memory."""
 
 
 def _subgroup(
@@ -337,7 +335,7 @@ def _subgroup(
     of: Sequence[dist.ProcessGroup] = (),
 ) -> dist.ProcessGroup:
     """Return the group of some ranks of a group; see ``new_group``, whose ``of`` is the group."""
-    made = _subgroups.setdefault(group, {})
+    made = state_of(group, _Subgroups)
     key = tuple(ranks)
     if key not in made:
         made[key] = new_group(of or [group], ranks, use)

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
 from fsdp_dynamo.comm.collectives import transport_of
+from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.comm.process_groups import node_ranks_of
 from fsdp_dynamo.graph_mode import calibration
 from fsdp_dynamo.graph_mode.compile_cache import SharedPlans
@@ -38,10 +38,15 @@ from graph_passes.memory.liveness import (
 from graph_passes.scheduling.plan import Plan
 from graph_passes.scheduling.planner import Planned, Planner
 
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 _Rates = dict[str, dict[str, Any]]
-_measured: WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[_Rates]]] = WeakKeyDictionary()
-"""Rates of the groups of a graph, by first group and by the ranks of all groups."""
+
+
+class _AgreedOptions(set[str]):
+    """Options that the ranks of a group have compared and found equal."""
+
+
+class MeasuredRates(dict[Any, list[_Rates]]):
+    """Rates of the groups of graphs whose first group this is, by the ranks of all groups."""
 
 
 class PlanLog(list[Planned]):
@@ -142,7 +147,7 @@ def planner_for(
     if names:
         group = _resolve(names[0])
         text = f"{options.text()}, formats of collectives: {' '.join(formats) or 'none'}"
-        agreed = _agreed.setdefault(group, set())
+        agreed = state_of(group, _AgreedOptions)
         if text not in agreed:
             require_same(group, "options of torch.compile", text)
             agreed.add(text)
@@ -185,7 +190,7 @@ def _cost_model(
 
 def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[_Rates]:
     """Return the rates of each group, which each replica measures, the same on all ranks."""
-    known = _measured.setdefault(groups[0], {})
+    known = state_of(groups[0], MeasuredRates)
     key = _ranks_of(groups)
     if key not in known:
         rates = [calibration.measured(group, device) for group in groups]
@@ -229,13 +234,13 @@ def _ranks_of(groups: Sequence[dist.ProcessGroup]) -> tuple[tuple[int, ...], ...
 
 def known_rates(groups: Sequence[dist.ProcessGroup]) -> list[_Rates] | None:
     """Return the rates measured for graphs with these groups, if any."""
-    return _measured.get(groups[0], {}).get(_ranks_of(groups))
+    return state_of(groups[0], MeasuredRates).get(_ranks_of(groups))
 
 
 def adopt_rates(groups: Sequence[dist.ProcessGroup], rates: list[_Rates] | None) -> None:
     """Use these rates in place of measured ones for graphs with these groups, on all ranks."""
     if rates is not None:
-        _measured.setdefault(groups[0], {})[_ranks_of(groups)] = rates
+        state_of(groups[0], MeasuredRates)[_ranks_of(groups)] = rates
 
 
 def _device_of(gm: fx.GraphModule) -> torch.device:

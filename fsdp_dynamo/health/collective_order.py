@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.collective_log import Entry, recent
+from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.errors import with_section
 
 _CAUSE = (
@@ -26,8 +26,11 @@ _CAUSE = (
 _MAX_EXCHANGED = 128
 """Number of collectives that ranks exchange."""
 
-_turns: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Number of comparisons that this rank has made, by group."""
+
+class _Comparisons:
+    """Number of comparisons that this rank has made in a group."""
+
+    count = 0
 
 
 def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str | None:
@@ -40,7 +43,8 @@ def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str 
     ranks = dist.get_process_group_ranks(group)
     rank = ranks[group.rank()]
     store.set(f"order/{name}/{rank}", json.dumps(own))
-    turn = _turns[group] = _turns.get(group, -1) + 1
+    comparisons = state_of(group, _Comparisons)
+    turn, comparisons.count = comparisons.count, comparisons.count + 1
     for other in _compared_with(ranks, group.rank(), turn):
         found = _first_difference(own, issued_by(store, name, other))
         if found is not None:

@@ -13,10 +13,10 @@ the same error.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.errors import DivergenceError, with_section
 from fsdp_dynamo.health.comparison import exchange_texts, first_difference
 from fsdp_dynamo.health.late_ranks import CAUSE, Awaited
@@ -24,7 +24,9 @@ from fsdp_dynamo.health.notices import link_groups, linked_stores, raise_on_all_
 from fsdp_dynamo.health.store import shared_store
 from graph_passes.text.listing import SEPARATOR, alone, describe_entry
 
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+
+class _AgreedGraphs(set[str]):
+    """Fingerprints of graphs that the ranks of a group have compared and found equal."""
 
 
 def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
@@ -37,9 +39,7 @@ def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
     Raises:
         DivergenceError: on every rank, if a rank differs or has not come.
     """
-    agreed = _agreed.get(group)
-    if agreed is None:
-        agreed = _agreed[group] = set()
+    agreed = state_of(group, _AgreedGraphs)
     if fingerprint in agreed:
         return
     if shared_store(group) is not None:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.comm.watchdog import Watched, enable_watchdog
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 from fsdp_dynamo.health.collective_order import find_order_mismatch
@@ -172,15 +173,20 @@ def _check(stores: Stores, store: Any, name: str, group: dist.ProcessGroup) -> N
 Stores = dict[tuple[int, ...], Any]
 """Stores of groups, by their ranks."""
 
-_Names = WeakKeyDictionary[dist.ProcessGroup, tuple[str, tuple[int, ...]]]
-_names: WeakKeyDictionary[dist.ProcessGroup, _Names] = WeakKeyDictionary()
-"""Names and ranks of the linked groups, by default group.
 
-torch's names are local to a rank, so groups of the same ranks are numbered.
-"""
+class _Links:
+    """Linked groups of a job.
 
-_stores: WeakKeyDictionary[dist.ProcessGroup, Stores] = WeakKeyDictionary()
-"""Stores of the linked groups, by default group."""
+    Attributes:
+        names: name and ranks of each group. torch's names are local to a rank, so groups of the
+            same ranks are numbered.
+        stores: stores of the groups.
+    """
+
+    def __init__(self) -> None:
+        self.names: WeakKeyDictionary[dist.ProcessGroup, tuple[str, tuple[int, ...]]]
+        self.names = WeakKeyDictionary()
+        self.stores: Stores = {}
 
 
 def add_group(group: dist.ProcessGroup) -> tuple[Any, str] | None:
@@ -189,8 +195,7 @@ def add_group(group: dist.ProcessGroup) -> tuple[Any, str] | None:
     Returns ``None`` if it is linked already, has one rank, or has no shared store.
     """
     store = shared_store(group)
-    default: Any = dist.group.WORLD
-    names = _names.setdefault(default, WeakKeyDictionary())
+    names = state_of(dist.group.WORLD, _Links).names
     if store is None or group in names:
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -202,8 +207,7 @@ def add_group(group: dist.ProcessGroup) -> tuple[Any, str] | None:
 
 def linked_stores() -> Stores:
     """Return the stores of all linked groups by ranks; empty without a default group."""
-    default = dist.group.WORLD
-    return {} if default is None else _stores.setdefault(default, {})
+    return state_of(dist.group.WORLD, _Links).stores
 
 
 def stores_with(group: dist.ProcessGroup) -> Stores:
@@ -214,6 +218,5 @@ def stores_with(group: dist.ProcessGroup) -> Stores:
 
 def linked_groups() -> list[tuple[dist.ProcessGroup, str, tuple[int, ...]]]:
     """Return the linked groups with their names and ranks."""
-    default: Any = dist.group.WORLD
-    names = _names.get(default)
-    return [] if names is None else [(group, *known) for group, known in list(names.items())]
+    names = state_of(dist.group.WORLD, _Links).names
+    return [(group, *known) for group, known in list(names.items())]

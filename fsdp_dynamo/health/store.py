@@ -8,25 +8,25 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.comm.watchdog import watched
 
 PREFIX = "fsdp_dynamo/health"
 
 _SHARED_STORES = frozenset({"TCPStore", "FileStore"})
 
-_run_ids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
-"""Identifiers of the run, by default group and by the ranks that have agreed on them."""
 
-_rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]]]] = (
-    WeakKeyDictionary()
-)
-"""Number of exchanges by purpose and ranks; by default group, whose store holds them."""
+class _RunIds(dict[tuple[int, ...], str]):
+    """Identifiers of the run, by the ranks that have agreed on them."""
+
+
+class _Rounds(Counter[tuple[str, tuple[int, ...]]]):
+    """Number of exchanges in a job's store, by purpose and ranks."""
 
 
 def default_store() -> Any:
@@ -48,7 +48,7 @@ def shared_store(group: dist.ProcessGroup) -> Any:
     if store is None:
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
-    run_id = _run_ids.get(dist.group.WORLD, {}).get(ranks, "")  # type: ignore[arg-type]
+    run_id = state_of(dist.group.WORLD, _RunIds).get(ranks, "")
     return PrefixStore(f"{PREFIX}/{_name(ranks)}/{run_id}", store)
 
 
@@ -60,7 +60,7 @@ def _name(ranks: tuple[int, ...]) -> str:
 
 def next_round(purpose: str, ranks: Sequence[int]) -> int:
     """Number of these ranks' next exchange for a purpose; equal on all of them."""
-    counter = _rounds.setdefault(dist.group.WORLD, Counter())  # type: ignore[arg-type]
+    counter = state_of(dist.group.WORLD, _Rounds)
     counter[purpose, tuple(ranks)] += 1
     return counter[purpose, tuple(ranks)]
 
@@ -77,7 +77,7 @@ def agree_on_run_id(group: dist.ProcessGroup, device: torch.device) -> bool:
     if shared_store(group) is None:
         return False
     ranks = tuple(dist.get_process_group_ranks(group))
-    known = _run_ids.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
+    known = state_of(dist.group.WORLD, _RunIds)
     if ranks in known:
         return False
     run_id = [secrets.token_hex(4)]

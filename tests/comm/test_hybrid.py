@@ -15,6 +15,7 @@ from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_dynamo import FSDP, Event, MixedPrecision, ShardingStrategy, record_events
+from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.wrap_policy import CustomPolicy
 from graph_passes.cost_model import Device, Link
 
@@ -208,7 +209,7 @@ def _planned_rates(rank: int, world_size: int) -> list[Any]:
             train(in_mode(model, "graph"), rank, steps=1)
     finally:
         calibration.measured = original
-        planning._measured.clear()
+        state_of(dist.group.WORLD, planning.MeasuredRates).clear()
     return [planned.plan.transfers for planned in plans] + [
         (planned.options.cost.device, sorted({t.ms for t in planned.problem.transfers}))
         for planned in plans

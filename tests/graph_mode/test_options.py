@@ -14,11 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import fx
 
 from fsdp_dynamo import DivergenceError, FSDPTypeError, FSDPValueError, record_events, record_plans
+from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.graph_mode import calibration, planning
 from fsdp_dynamo.graph_mode.options import GraphOptions
 from graph_passes.gradients.grad_buffer import grad_buffer
@@ -284,7 +286,9 @@ def _measured(rank: int, world_size: int, place: str) -> tuple[list[Plan], set[s
     ):
         for _ in range(2):
             torch._dynamo.reset()
-            planning._measured.clear()  # as in the next start of the job
+            state_of(
+                dist.group.WORLD, planning.MeasuredRates
+            ).clear()  # as in the next start of the job
             wrapped = wrap(make_transformer(num_blocks=1))
             model = torch.compile(wrapped, fullgraph=True, backend=EAGER)
             before = torch.get_rng_state()
@@ -293,7 +297,7 @@ def _measured(rank: int, world_size: int, place: str) -> tuple[list[Plan], set[s
             assert torch.equal(before, torch.get_rng_state())
             plans.append(log.plan())
             rates |= {repr(planned.options.cost) for planned in log}
-    planning._measured.clear()
+    state_of(dist.group.WORLD, planning.MeasuredRates).clear()
     if rank == 0:
         assert f"{found[0]}" in rates.copy().pop()
     return plans, rates, len(found)
