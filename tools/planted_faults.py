@@ -212,13 +212,13 @@ def _checked(fault: Fault, locks: Sequence[Path], limit_s: float) -> Result:
 def _slot(locks: Sequence[Path]) -> AbstractContextManager[object]:
     """Wait for the lock of one of some files, which is held until the file is closed."""
     while locks:
+        time.sleep(1)  # those who wait already come first
         for path in locks:
             file = path.open("a")
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return file
             file.close()
-        time.sleep(0.5)
     return nullcontext()
 
 
