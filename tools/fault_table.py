@@ -17,7 +17,8 @@ class Fault(NamedTuple):
         name: short, unique.
         effect: what goes wrong.
         function: name of the function, after those of its classes where it is not unique.
-        fragment: an expression, or one or several statements, in that function only once.
+        fragment: an expression, or one or several statements, in that function only once. Where
+            the function has another name by now, it is looked for in all of the library.
         replacement: in its place.
         tests: files that are expected to catch it, narrowest first.
     """
@@ -91,7 +92,7 @@ FAULTS = (
     Fault(
         "clipping-counts-scalars-often",
         "the norm counts what is whole on each rank as often as there are ranks",
-        "clip_grad_norm",
+        "_by_groups",
         "(() if original.is_replicated else shard) + splits",
         "shard + splits",
         ("tests/core/test_placements.py", "tests/core/test_clipping.py"),
@@ -109,7 +110,7 @@ FAULTS = (
         "reduced-gradient-divided-again",
         "a gradient that was reduced before no_sync() is divided by the number of ranks",
         "_add_parts",
-        "self._layout.world_size if is_shared else 1",
+        "self._layout.world_size if slot.copies == 1 else 1",
         "1",
         ("tests/core/test_accumulation.py",),
     ),
@@ -166,7 +167,7 @@ FAULTS = (
     Fault(
         "write-back-of-a-view",
         "parameters that exchange their storage both get the values of one",
-        "ModuleParameters._take",
+        "_copy_replacements",
         "originals[i].part_of(param).clone()",
         "originals[i].part_of(param)",
         ("tests/core/test_write_back.py",),
@@ -174,7 +175,7 @@ FAULTS = (
     Fault(
         "replaced-parameter-unseen",
         "a parameter put in the place of another one is not used by the next forward",
-        "are_as_left",
+        "are_unchanged",
         "holder.get(name) is not param",
         "False",
         ("tests/core/test_write_back.py",),
@@ -198,7 +199,7 @@ FAULTS = (
     Fault(
         "summon-write-back-hangs",
         "rank0_only: rank 0 does not send what it has changed, for which the others wait",
-        "_SummonedFlat._take",
+        "_SummonedFlat._write",
         "not self._has_whole or self._options.rank0_only",
         "not self._has_whole",
         ("tests/core/test_full_params.py",),
@@ -473,9 +474,9 @@ FAULTS = (
     Fault(
         "estimator-bytes",
         "the estimator lets a rank send its own shard, too",
-        "gather_of",
-        "travels * (ranks - 1) // ranks",
-        "travels",
+        "StepTransfers.gather",
+        "message_bytes * (ranks - 1) // ranks",
+        "message_bytes",
         ("tests/estimator/test_estimator.py",),
     ),
     Fault(

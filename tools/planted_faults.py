@@ -5,8 +5,9 @@ change to the tests: a fault that was caught before must be caught after::
 
     python tools/planted_faults.py [--only NAME] [--list] [--json FILE] [--lock FILE]
 
-A place is found by the name of its function and by a fragment of code in it, compared as syntax
-trees: comments, formatting and the file do not matter. A fault is
+A place is found by the name of its function and by a fragment of code in it, or else by a fragment
+that occurs once; compared as syntax trees, so that comments, formatting and the file do not matter.
+A fault is
 
 - *caught*: a test fails that passes without the fault;
 - *survived*: its tests pass, and so do their folders (as far as ``--limit`` seconds lead);
@@ -56,8 +57,7 @@ class Result:
     seconds: float = 0.0
 
 
-Place = tuple[Path, int, int, int]
-"""Code in a file: its first byte, its end, and its indentation."""
+Place = tuple[Path, int, int, int]  # a file, first byte, end, and indentation of code in it
 
 
 def find(root: Path, fault: Fault) -> Place:
@@ -68,7 +68,8 @@ def find(root: Path, fault: Fault) -> Place:
     """
     packages = [root / "fsdp_dynamo", root / "graph_passes"]
     paths = sorted(path for package in packages for path in package.rglob("*.py"))
-    found = [place for path in paths for place in _places(path, fault)]
+    found = [place for path in paths for place in _places(path, fault, fault.function)]
+    found = found or [place for path in paths for place in _places(path, fault, "")]
     if len(found) != 1:
         raise LookupError(
             f"fault '{fault.name}': expected one place in {fault.function}() that reads "
@@ -92,16 +93,15 @@ def planted(place: Place, fault: Fault) -> bytes:
 def _parsed(fragment: str) -> list[ast.AST]:
     """A fragment's statements, or its one expression."""
     body = ast.parse(textwrap.dedent(fragment).strip()).body
-    is_expression = len(body) == 1 and isinstance(body[0], ast.Expr)
-    return [body[0].value] if is_expression else body
+    return [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else body
 
 
-def _places(path: Path, fault: Fault) -> set[Place]:
+def _places(path: Path, fault: Fault, function: str) -> set[Place]:
     source, found = path.read_bytes(), set()
-    if fault.function.rpartition(".")[2].encode() not in source:
+    if function.rpartition(".")[2].encode() not in source:
         return found
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
-    for definition in _definitions(ast.parse(source), fault.function):
+    for definition in _definitions(ast.parse(source), function):
         for nodes in _matches(definition, _parsed(fault.fragment)):
             begin = starts[nodes[0].lineno - 1] + nodes[0].col_offset
             end = starts[nodes[-1].end_lineno - 1] + nodes[-1].end_col_offset
@@ -110,12 +110,12 @@ def _places(path: Path, fault: Fault) -> set[Place]:
 
 
 def _definitions(tree: ast.AST, function: str, outer: str = "") -> Iterator[ast.AST]:
-    """Definitions of this name, which may begin with those of classes."""
+    """Definitions of this name, which may begin with those of classes; all, if it is empty."""
     for node in ast.iter_child_nodes(tree):
         name = outer
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = f"{outer}.{node.name}"
-            if name.endswith(f".{function}"):
+            if not function or name.endswith(f".{function}"):
                 yield node
         yield from _definitions(node, function, name)
 
