@@ -127,7 +127,7 @@ FAULTS = (
         "reshards-against-the-strategy",
         "SHARD_GRAD_OP reshards after the forward, and gathers twice",
         "_reshards_after_forward",
-        "unit.config.strategy.reshards_after_forward and not outermost",
+        "unit.config.sharding_strategy.reshards_after_forward and not outermost",
         "not outermost",
         ("tests/wrap/test_fsdp2_methods.py", "tests/wrap/test_unsharded_budget.py"),
     ),
