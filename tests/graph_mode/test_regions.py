@@ -258,12 +258,12 @@ class _Builder:
         node.meta["example_value"] = value
         return node
 
-    def call(self, unit: str, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
+    def call(self, unit: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         node.meta["custom"] = {UNIT: unit, BODY: "1"}
         values = [a.meta["example_value"] if isinstance(a, fx.Node) else a for a in args]
         with self.mode:
-            node.meta["example_value"] = target(*values)
+            node.meta["example_value"] = target(*values, **kwargs)
         return node
 
     def done(self, *results: fx.Node) -> fx.GraphModule:
@@ -314,6 +314,15 @@ def test_regions_that_follow_one_another() -> None:
 def test_bodies_that_differ_in_a_constant_share_none() -> None:
     lines, _ = _units(0.0, -0.0)
     assert [line.split(": ")[0] for line in lines] == ["no region", "no region"]
+
+
+def test_bodies_that_differ_in_a_keyword_share_none() -> None:
+    builder = _Builder()
+    results = [
+        builder.call(f"u{i}", nn.functional.gelu, builder.input(f"w{i}"), approximate=kind)
+        for i, kind in enumerate(["none", "tanh", "tanh"])
+    ]
+    assert outline_regions(builder.done(*results)).regions == [["u1", "u2"]]
 
 
 def test_a_view_of_an_input_is_left() -> None:
