@@ -51,7 +51,7 @@ test-all: lint
 matrix: $(READY)
 	$(PY) tools/matrix.py $(ENVS) $(ARGS)
 
-# Writes docs/decisions/records/private-api.md and runs the tests of the names in it.
+# Writes docs/decisions/records/private-api.md and runs the tests that it names.
 private: $(READY)
 	$(PY) tools/private_api.py
 	$(PY) -m pytest --confcutdir tests/private_api tests/private_api

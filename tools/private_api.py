@@ -1,14 +1,14 @@
-"""Writes the page of every private name of torch that the project uses, with its test.
+"""Writes the page that lists every private name of torch that the project uses.
 
 That is ``docs/decisions/records/private-api.md``::
 
     python tools/private_api.py [--check]
 
 Names come from the source: imports and attributes of private modules, and private attributes of
-any object that no file here defines. What each is needed for, and what to do when it is gone, comes
-from the mark ``private`` of the tests in ``tests/private_api``. With ``--check`` nothing is
-written; the exit code is 1 if a name has no test, a test names what is not used, or the page would
-change.
+any object that no file here defines. What a name is needed for, and what to do when it is gone,
+comes from the mark ``private`` of its test in ``tests/private_api``, if it has one. With
+``--check`` nothing is written; the exit code is 1 if a test names what is not used, or the page
+would change.
 """
 
 from __future__ import annotations
@@ -38,19 +38,27 @@ HEAD = """\
 # Private API
 
 Names of torch, and of libraries that are built on it, that begin with an underscore or live in a
-module that does, and that this project uses; also what else it relies on without a promise. Each
-has a quick test that needs nothing of this project:
+module that does, and that this project uses; also what else it relies on without a promise. This
+page is written by `python tools/private_api.py`.
+
+A behaviour whose loss no other test would show has a quick test that needs nothing of this project:
 
     python -m pytest --confcutdir tests/private_api tests/private_api
 
-runs them on any version, also a nightly, and says what to do about a name that is gone. This page
-is written by `python tools/private_api.py`.
+runs these tests on any version, also a nightly, and a failure says what to do. All other names have
+no test of their own: without such a name, an import or the tests of its users fail.
 """
 TABLE = """
 ## {title}
 
 | name | needed for | when it is gone | used in | test |
 |---|---|---|---|---|
+"""
+USERS = """
+## Without a test of their own
+
+| name | used in |
+|---|---|
 """
 
 
@@ -176,13 +184,20 @@ def covers(name: str, used: str) -> bool:
 
 
 def page(tests: dict[str, str], sources: dict[str, str]) -> str:
-    """The page's text: a table per file of tests."""
+    """The page's text: a table per file of tests, and one of the names that no test has."""
     used = used_names(sources)
+    tested: list[str] = []
     text = HEAD
     for path, source in tests.items():
         title = str(ast.get_docstring(ast.parse(source))).partition("\n")[0].rstrip(".")
         text += TABLE.format(title=title)
-        text += "".join(_row(need, path, used, sources) for need in needs_of(source))
+        for need in needs_of(source):
+            text += _row(need, path, used, sources)
+            tested += need.names
+    text += USERS
+    for name, files in sorted(used.items()):
+        if not any(covers(one, name) for one in tested):
+            text += f"| `{name}` | {_list(files)} |\n"
     return text
 
 
@@ -201,23 +216,21 @@ def _places(need: Need, used: dict[str, list[str]], sources: dict[str, str]) -> 
 
 
 def _row(need: Need, path: str, used: dict[str, list[str]], sources: dict[str, str]) -> str:
-    places = _places(need, used, sources)
     names = ", ".join(f"`{name}`" for name in need.names)
-    where = "<br>".join(f"`{place}`" for place in places)
     link = f"[{need.test}](../../../{path})"
+    where = _list(_places(need, used, sources))
     return f"| {names} | {need.need} | {need.instead} | {where} | {link} |\n"
 
 
+def _list(files: list[str]) -> str:
+    return "<br>".join(f"`{file}`" for file in files)
+
+
 def faults(tests: dict[str, str], sources: dict[str, str]) -> list[str]:
-    """Names without a test, and names in marks that no source has."""
-    used = used_names(sources)
+    """Names in marks that no source has."""
     marked = [name for text in tests.values() for need in needs_of(text) for name in need.names]
     words = {word for text in sources.values() for word in re.findall(r"\w+", text)}
     return [
-        f"{name} ({files[0]}) has no test in tests/private_api"
-        for name, files in sorted(used.items())
-        if not any(covers(one, name) for one in marked)
-    ] + [
         f"{name} has a test in tests/private_api, and is not used"
         for name in marked
         if name.rpartition(".")[2] not in words

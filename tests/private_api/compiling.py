@@ -1,65 +1,12 @@
-"""What tests of the compilers share: a listener, operators, and graphs of a function."""
+"""What tests of the compilers share: graphs of a function, and a product that is compiled."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-
-
-class Listener(logging.Handler):
-    """Keeps what torch's trace log is told."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.records: list[Any] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-    def of_kind(self, kind: str) -> list[Any]:
-        """Records whose metadata begin with this key."""
-        return [one for one in self.records if next(iter(one.metadata)) == kind]
-
-    def code(self) -> str:
-        """The one piece of code that Inductor has generated."""
-        (record,) = self.of_kind("inductor_output_code")
-        return str(record.payload)
-
-
-@contextmanager
-def listening() -> Iterator[Listener]:
-    """Listens to torch's trace log."""
-    log = logging.getLogger("torch.__trace")
-    listener = Listener()
-    log.addHandler(listener)
-    try:
-        yield listener
-    finally:
-        log.removeHandler(listener)
-
-
-_library = torch.library.Library("private_api", "DEF")
-_library.define("issue(Tensor x, str text) -> Tensor")
-_library.define("add_one_(Tensor(a!) output, Tensor source, str text) -> ()")
-
-
-def _issue(x: torch.Tensor, text: str) -> torch.Tensor:
-    return x.clone()
-
-
-def _add_one_(output: torch.Tensor, source: torch.Tensor, text: str) -> None:
-    output.add_(1)
-
-
-for _key in ("CPU", "Meta"):
-    _library.impl("issue", _issue, _key)
-    _library.impl("add_one_", _add_one_, _key)
-OURS: Any = torch.ops.private_api
 
 
 def partition(

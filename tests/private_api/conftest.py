@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,19 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """A failed test says what was relied on, and what to do instead."""
     outcome = yield
-    mark = item.get_closest_marker("private")
     report = outcome.get_result()  # type: ignore[attr-defined]
-    if report.failed and mark is not None:
-        said = f"{', '.join(mark.args)}\nneeded for: {mark.kwargs['need']}\n"
-        said += f"when it is gone: {mark.kwargs['instead']}"
-        report.sections.append(("private API", said))
+    if report.failed:
+        for mark in item.iter_markers("private"):
+            said = f"{', '.join(mark.args)}\nneeded for: {mark.kwargs['need']}\n"
+            said += f"when it is gone: {mark.kwargs['instead']}"
+            report.sections.append(("private API", said))
 
 
 @pytest.fixture
@@ -42,7 +39,6 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's caches are empty."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return tmp_path

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,49 +13,6 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 pytestmark = pytest.mark.usefixtures("fresh", "cache")
-
-# AOTAutograd -----------------------------------------------------------------------------------
-
-
-@pytest.mark.private(
-    "torch._dynamo.backends.common.aot_autograd",
-    need="a backend of our own partition and compilers; torch.compile takes a backend as a whole",
-    instead="functorch.compile.aot_module_simplified, which takes the same arguments",
-)
-def test_partition_and_compilers_are_those_given() -> None:
-    from torch._dynamo.backends.common import aot_autograd
-
-    called: list[str] = []
-
-    def cut(gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        called.append("partition")
-        return partition(gm, joint_inputs, **kwargs)
-
-    def compiler(name: str) -> Callable[..., Any]:
-        def compile_(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            called.append(name)
-            return boxed(gm)
-
-        return compile_
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        compile_ = aot_autograd(
-            fw_compiler=compiler("forward"),
-            bw_compiler=compiler("backward"),
-            inference_compiler=compiler("inference"),
-            partition_fn=cut,
-        )
-        return compile_(gm, inputs)
-
-    x = torch.ones(2, requires_grad=True)
-    compiled = torch.compile(torch.sin, backend=backend)
-    compiled(x).sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones(2).cos())
-    assert called == ["partition", "forward", "backward"]
-    with torch.no_grad():
-        compiled(x)
-    assert called[3:] == ["inference"]
 
 
 @pytest.mark.private(
@@ -69,29 +24,6 @@ def test_inputs_of_a_backward_graph_are_tangents() -> None:
     forward, backward = graphs_of(torch.sin, torch.ones(2, requires_grad=True))
     assert not any("tangents" in node.name for node in forward.find_nodes(op="placeholder"))
     assert any("tangents" in node.name for node in backward.find_nodes(op="placeholder"))
-
-
-@pytest.mark.private(
-    "torch._dynamo.register_backend",
-    need="the backends by name, also in a checkout that is not installed",
-    instead="the entry points torch_dynamo_backends of pyproject.toml alone",
-)
-def test_a_registered_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = importlib.import_module(torch._dynamo.register_backend.__module__)
-    for name, value in list(vars(registry).items()):
-        if isinstance(value, dict) and not name.startswith("__"):
-            monkeypatch.setattr(registry, name, dict(value))
-    seen: list[dict[str, Any]] = []
-
-    def ours(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
-        seen.append(kwargs)
-        return gm
-
-    torch._dynamo.register_backend(ours, name="private_api_backend")
-    mode = "max-autotune-no-cudagraphs"
-    for kwargs in ({"options": {"bucket": True}}, {"mode": mode}):
-        torch.compile(torch.sin, backend="private_api_backend", **kwargs)(torch.ones(2))
-    assert seen == [{"options": {"bucket": True}}, {"mode": mode}]
 
 
 @pytest.mark.private(
@@ -136,10 +68,9 @@ def test_a_backward_may_free_what_was_saved() -> None:
         def run(inputs: list[Any]) -> Any:
             results = gm.forward(*inputs)
             saved = [weakref.ref(tensor) for tensor in inputs if {*tensor.shape} == {2, 4}]
-            for empty in (False, True):
-                if empty:
-                    inputs.clear()
-                alive.extend(one() is not None for one in saved)
+            alive.extend(one() is not None for one in saved)
+            inputs.clear()
+            alive.extend(one() is not None for one in saved)
             return results
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -150,9 +81,6 @@ def test_a_backward_may_free_what_was_saved() -> None:
     x, y, z = torch.rand(2, 3), torch.rand(3, 4), torch.rand(4, 5, requires_grad=True)
     compiled(x, y, z).sum().backward()
     assert alive == [True, False]
-
-
-# Regions ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.private(
@@ -188,35 +116,6 @@ def test_a_regions_schema_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other.grad is not None
     torch.testing.assert_close(x.grad, other.grad)
     assert len(asked) > len(known) > 0  # else the replacement is not needed any more
-
-
-@pytest.mark.private(
-    "torch.ops.higher_order.invoke_subgraph",
-    need="a region's call in a graph: its body is the first argument, an identifier the second, "
-    "then come the body's inputs; the body is put back in the place of its call",
-    instead="read the body and its inputs where the operator has them then",
-)
-def test_a_regions_call_names_its_body() -> None:
-    @torch.compiler.nested_compile_region
-    def region(x: torch.Tensor) -> torch.Tensor:
-        return x.sin()
-
-    x = torch.ones(2, requires_grad=True)
-    for graph in graphs_of(lambda x: region(region(x)), x):
-        called = torch.ops.higher_order.invoke_subgraph
-        calls = [node for node in graph.nodes if node.target is called]
-        owner = graph.owning_module
-        assert owner is not None
-        assert len(calls) == 2
-        for call in calls:
-            body, _, *inputs = call.args
-            called_graph = owner.get_submodule(body.target)
-            assert isinstance(called_graph, fx.GraphModule)
-            taken = called_graph.graph.find_nodes(op="placeholder")
-            assert [one.meta["val"].shape for one in inputs] == [x.shape for _ in taken]
-            given: Any = called_graph.graph.output_node().args[0]
-            assert {item.target for item in call.users} == {operator.getitem}
-            assert {item.args[1] for item in call.users} <= {*range(len(given))}
 
 
 @pytest.mark.private(

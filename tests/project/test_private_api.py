@@ -1,4 +1,4 @@
-"""Every private name that is used has a test in ``tests/private_api``, and docs/ has them all."""
+"""docs/ lists every private name that is used, and tests name only such names."""
 
 from __future__ import annotations
 
@@ -63,11 +63,17 @@ def test_marks_are_read() -> None:
     assert second.names == ("Module._nowhere",)
 
 
-def test_a_name_without_a_test_is_a_fault() -> None:
-    without, unused = (
-        [fault for fault in private_api.faults({"t.py": MARKED}, {"a.py": SOURCE}) if end in fault]
-        for end in ("has no test", "is not used")
-    )
-    assert len(without) == 4
-    assert without[0].startswith("._apply (a.py)")
-    assert unused == ["Module._nowhere has a test in tests/private_api, and is not used"]
+def test_a_name_in_a_mark_that_is_not_used_is_a_fault() -> None:
+    found = private_api.faults({"t.py": MARKED}, {"a.py": SOURCE})
+    assert found == ["Module._nowhere has a test in tests/private_api, and is not used"]
+
+
+def test_a_name_without_a_test_is_listed_with_its_users() -> None:
+    tested, others = private_api.page({"t.py": MARKED}, {"a.py": SOURCE}).split("## Without a test")
+    assert "| `Module._parameters`, `torch._C` | one thing | another | `a.py` |" in tested
+    assert [row for row in others.splitlines() if row.startswith("| `")] == [
+        "| `._apply` | `a.py` |",
+        "| `._buffers` | `a.py` |",
+        "| `torch._inductor.config.cpp` | `a.py` |",
+        "| `torch.distributed.distributed_c10d._get_default_group` | `a.py` |",
+    ]

@@ -6,6 +6,7 @@ Adapters by hand: test_user_methods.py and examples/lora.py.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,13 +17,16 @@ import torch
 import torch.distributed as dist
 from loops import different, error_of, whole_gradients
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo import FSDP, FSDPStateError
+from fsdp_dynamo import FSDP
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 # -- PEFT ------------------------------------------------------------------------------------------
 
@@ -68,61 +72,50 @@ def _save(model: FSDP, folder: Path, rank: int) -> None:
     dist.barrier()
 
 
-def _peft(rank: int, world_size: int, mode: str, folder: str) -> tuple[Any, Any, dict[str, Any]]:
+@needs_peft
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_peft_trains_and_saves_as_with_ddp(rank: int, tmp_path: Path, mode: str) -> None:
+    """The adapter's files have whole values, in whatever way they were written."""
     import peft
     from safetensors.torch import load_file
 
     reference, layer = _with_lora()
     expected = _fine_tune(DistributedDataParallel(reference), rank)
     model = FSDP(_with_lora()[0], auto_wrap_policy=ModuleWrapPolicy({layer}))
-    losses = _fine_tune(in_mode(model, mode), rank)
-    _save(model, Path(folder), rank)
+    assert _fine_tune(in_mode(model, mode), rank) == pytest.approx(expected, rel=1e-5)
+    _save(model, tmp_path, rank)
 
     adapter = peft.get_peft_model_state_dict(reference)
-    found: dict[str, Any] = {}
     for way in ("own", "state dict", "adapter", "summoned"):
-        saved = load_file(Path(folder) / way / "adapter_model.safetensors")
-        found[way] = different(saved, adapter)
-    loaded = peft.PeftModel.from_pretrained(hf_models.make("llama")[0], Path(folder) / "own")
+        saved = load_file(tmp_path / way / "adapter_model.safetensors")
+        assert different(saved, adapter) == [], way
+    loaded = peft.PeftModel.from_pretrained(hf_models.make("llama")[0], tmp_path / "own")
     with torch.no_grad():
-        found["loaded"] = loaded(**hf_models.inputs(rank)).loss.item()
-        found["here"] = model(**hf_models.inputs(rank)).loss.item()
-    return expected, losses, found
+        losses = [one(**hf_models.inputs(rank)).loss.item() for one in (loaded, model)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_peft_trains_and_saves_as_with_ddp(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """The adapter's files have whole values, in whatever way they were written."""
-    pytest.importorskip("peft")
-    for expected, losses, found in ranks.run(_peft, 2, mode, str(tmp_path)):
-        assert losses == pytest.approx(expected, rel=1e-5)
-        assert found.pop("loaded") == pytest.approx(found.pop("here"), rel=1e-5)
-        assert [way for way, names in found.items() if names] == []
-
-
-def _without_the_adapter(rank: int, world_size: int, mode: str) -> tuple[float, Any]:
-    """The base as the reference model, as preference training computes it: its losses."""
+@needs_peft
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@on_ranks(2)
+def test_a_disabled_adapter(rank: int, mode: str) -> None:
+    """The base is the reference model, as in preference training."""
     plain, layer = _with_lora()
     model = FSDP(_with_lora()[0], auto_wrap_policy=ModuleWrapPolicy({layer}))
     run = in_mode(model, mode)
     run(**hf_models.inputs(rank)).loss.backward()
-    with plain.disable_adapter(), torch.no_grad():
-        expected = plain(**hf_models.inputs(rank)).loss.item()
-    with model.disable_adapter(), torch.no_grad():
-        try:
-            return expected, run(**hf_models.inputs(rank)).loss.item()
-        except FSDPStateError as error:
-            return expected, str(error)
+    losses = []
+    for one, call in ((plain, plain), (model, run)):
+        with one.disable_adapter(), torch.no_grad():
+            losses.append(call(**hf_models.inputs(rank)).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_disabled_adapter(ranks: RankPool, mode: str) -> None:
-    pytest.importorskip("peft")
-    for expected, got in ranks.run(_without_the_adapter, 2, mode):
-        assert got == pytest.approx(expected, rel=1e-5)
-
-
-def _by_trainer(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list[str]]:
+@needs_peft
+@pytest.mark.slow
+@on_ranks(2)
+def test_peft_in_trainer(rank: int, tmp_path: Path) -> None:
     """The same run by transformers' Trainer, with DDP and sharded."""
     import trainer_runs
     from accelerate.state import AcceleratorState
@@ -135,30 +128,23 @@ def _by_trainer(rank: int, world_size: int, folder: str) -> tuple[Any, Any, list
 
     sharding = Sharding(layers={LlamaDecoderLayer})
     runs = {"ddp": (Trainer, {}), "sharded": (FSDPTrainer, {"sharding": sharding})}
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size()}
     # The group is there already; without the last one, accelerate sets the number of threads.
     names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1, "OMP_NUM_THREADS": 1}
     losses = []
     with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}):
         for name, (kind, named) in runs.items():
-            args = trainer_runs.arguments(Path(folder) / name, learning_rate=0.5)
+            args = trainer_runs.arguments(tmp_path / name, learning_rate=0.5)
             args.ddp_find_unused_parameters = False
             trainer = kind(_with_lora()[0], args, train_dataset=trainer_runs.Tokens(1), **named)
             trainer.train()
-            trainer.save_model(str(Path(folder) / name))
+            trainer.save_model(str(tmp_path / name))
             losses.append(trainer_runs.logged(trainer))
     AcceleratorState._reset_state(reset_partial_state=True)
     dist.barrier()
-    saved = [load_file(Path(folder) / name / "adapter_model.safetensors") for name in runs]
-    return losses[0], losses[1], different(*saved, rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_peft_in_trainer(ranks: RankPool, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    for expected, got, wrong in ranks.run(_by_trainer, 2, str(tmp_path)):
-        assert got == pytest.approx(expected, rel=1e-5)
-        assert wrong == []
+    saved = [load_file(tmp_path / name / "adapter_model.safetensors") for name in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert different(*saved, rtol=1e-3) == []
 
 
 # -- a quantised base ------------------------------------------------------------------------------
@@ -197,34 +183,32 @@ def _mean_gradients(world_size: int) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
 
-def _over_quantised(rank: int, world_size: int, mode: str, ignored: bool) -> list[str]:
+def _over_quantised(rank: int, mode: str, ignored: bool) -> list[str]:
+    """Names of wrong gradients."""
     model = _quantised()
     frozen = [p for p in model.parameters() if not p.requires_grad] if ignored else None
     policy = ModuleWrapPolicy({_Adapted})
     wrapped = FSDP(model, auto_wrap_policy=policy, ignored_states=frozen)
     in_mode(wrapped, mode)(_input(rank)).square().sum().backward()
     assert len(wrapped.state_dict()) == len(_quantised().state_dict())
-    return different(whole_gradients(wrapped), _mean_gradients(world_size))
+    return different(whole_gradients(wrapped), _mean_gradients(dist.get_world_size()))
 
 
+@needs_torchao
 @pytest.mark.parametrize("mode", MODES)
-def test_a_quantised_base_that_is_ignored(ranks: RankPool, mode: str) -> None:
-    pytest.importorskip("torchao")
-    assert ranks.run(_over_quantised, 2, mode, True) == [[], []]
+@on_ranks(2)
+def test_a_quantised_base_that_is_ignored(rank: int, mode: str) -> None:
+    assert _over_quantised(rank, mode, True) == []
 
 
-def _right_or_refused(rank: int, world_size: int) -> list[str]:
+@needs_torchao
+@on_ranks(2)
+def test_a_quantised_base_works_or_is_refused_by_name(rank: int) -> None:
     wrong: list[str] = []
-    message = error_of(lambda: wrong.extend(_over_quantised(rank, world_size, "eager", False)))
+    message = error_of(lambda: wrong.extend(_over_quantised(rank, "eager", False)))
     if not message:
-        return wrong
-    name = type(_quantised()[0].base.weight).__name__
-    words = ("UnsupportedError", "FSDPValueError")
-    missing = [] if message.startswith(words) else ["an error of fsdp_dynamo"]
-    missing += [w for w in ("0.base.weight", name, "ignored_states") if w not in message]
-    return missing
-
-
-def test_a_quantised_base_works_or_is_refused_by_name(ranks: RankPool) -> None:
-    pytest.importorskip("torchao")
-    assert ranks.run(_right_or_refused, 2) == [[], []]
+        assert wrong == []
+    else:
+        assert message.startswith(("UnsupportedError", "FSDPValueError")), message
+        name = type(_quantised()[0].base.weight).__name__
+        assert [w for w in ("0.base.weight", name, "ignored_states") if w not in message] == []

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from loops import classification_loss, examples, fit, make_classifier, shard
+from loops import classification_loss, different, examples, fit, make_classifier, shard
 from models import Block, Transformer, batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -29,8 +29,10 @@ from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 # -- attributes ------------------------------------------------------------------------------------
 
 
-def _looked_at(rank: int, world_size: int, mode: str) -> dict[str, bool]:
-    """Through the wrapper, compiled or not. Nothing runs."""
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_attributes_through_the_wrapper(rank: int, mode: str) -> None:
+    """Compiled or not. Nothing runs."""
     plain = make_transformer(num_blocks=2)
     named = {name: p.numel() for name, p in plain.named_parameters()}
     model = in_mode(wrap(plain), mode)
@@ -40,28 +42,22 @@ def _looked_at(rank: int, world_size: int, mode: str) -> dict[str, bool]:
     llama, layer = hf_models.make("llama")
     wrapped_llama = in_mode(FSDP(llama, auto_wrap_policy=ModuleWrapPolicy({layer})), mode)
     model.note = "set by a script"
-    return {
-        "numbers": sum(p.numel() for p in model.parameters()) == sum(named.values()),
-        "numbers add up over ranks": here.item() == sum(named.values()),
-        "names": [name for name, _ in model.named_parameters()] == list(named),
-        "device and dtype": (first.device.type, first.dtype) == ("cpu", torch.float32),
-        "module": isinstance(model.module, Transformer),
-        "blocks": len(model.blocks) == 2 and isinstance(model.blocks[0].module, Block),
-        "an attribute of a block": model.blocks[1].heads == 2,
-        "own attributes": model.note == "set by a script",
-        "config": wrapped_llama.config.num_hidden_layers == 2,
-        "a method": wrapped_llama.get_input_embeddings() is llama.model.embed_tokens,
-        "printed": "Transformer(" in repr(model) and "(qkv): Linear" in repr(model),
-    }
+    assert sum(p.numel() for p in model.parameters()) == sum(named.values()) == here.item()
+    assert [name for name, _ in model.named_parameters()] == list(named)
+    assert (first.device.type, first.dtype) == ("cpu", torch.float32)
+    assert isinstance(model.module, Transformer)
+    assert len(model.blocks) == 2
+    assert isinstance(model.blocks[0].module, Block)
+    assert model.blocks[1].heads == 2
+    assert model.note == "set by a script"
+    assert wrapped_llama.config.num_hidden_layers == 2
+    assert wrapped_llama.get_input_embeddings() is llama.model.embed_tokens
+    assert "Transformer(" in repr(model)
+    assert "(qkv): Linear" in repr(model)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_attributes_through_the_wrapper(ranks: RankPool, mode: str) -> None:
-    for found in ranks.run(_looked_at, 2, mode):
-        assert [what for what, holds in found.items() if not holds] == []
-
-
-def _as_vectors(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_parameters_as_a_vector(rank: int) -> None:
     """All weights as one vector of whole parameters: halved, and put back."""
     losses = []
     plain = make_classifier()
@@ -74,12 +70,7 @@ def _as_vectors(rank: int, world_size: int) -> tuple[list[float], list[float]]:
         if model is plain:
             model = DistributedDataParallel(model)
         losses += fit(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(2))
-    return losses[:3], losses[3:]
-
-
-def test_parameters_as_a_vector(ranks: RankPool) -> None:
-    for expected, got in ranks.run(_as_vectors, 2):
-        assert got == pytest.approx(expected, rel=1e-5)
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-5)
 
 
 # -- hooks of modules ------------------------------------------------------------------------------
@@ -109,19 +100,14 @@ def _step_with_hooks(model: Any, run: nn.Module, rank: int, backward: bool) -> d
     return seen
 
 
-def _collected(rank: int, world_size: int, mode: str) -> tuple[list[str], list[str]]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_hooks_of_modules_see_activations(rank: int, mode: str) -> None:
     backward = mode != "graph"  # Dynamo puts no backward hooks of modules into a whole graph
     plain, wrapped = make_transformer(num_blocks=2), wrap(make_transformer(num_blocks=2))
     expected = _step_with_hooks(plain, plain, rank, backward)
     got = _step_with_hooks(wrapped, in_mode(wrapped, mode), rank, backward)
-    wrong = [n for n in got if not torch.allclose(got[n], expected[n], rtol=1e-4, atol=1e-6)]
-    return wrong, sorted(expected.keys() ^ got.keys())
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_hooks_of_modules_see_activations(ranks: RankPool, mode: str) -> None:
-    for wrong, missing in ranks.run(_collected, 2, mode):
-        assert (wrong, missing) == ([], [])
+    assert different(got, expected) == []
 
 
 def _hook_layers(model: Any) -> tuple[list[Any], dict[str, list[torch.Tensor]]]:
@@ -161,31 +147,24 @@ def _hooked_steps(model: Any, run: nn.Module, rank: int, late: bool) -> dict[str
     return seen
 
 
-def _inside(rank: int, world_size: int, mode: str, late: bool) -> list[str]:
-    """Hooks inside units that are not called once, with the plain model's tensors."""
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+@on_ranks(2)
+def test_hooks_inside_equal_blocks(rank: int, mode: str, late: bool) -> None:
+    """Each is called in its block, once a step; graph mode has no backward hooks."""
     plain, wrapped = make_transformer(num_blocks=3), wrap(make_transformer(num_blocks=3))
     expected = _hooked_steps(plain, plain, rank, late)
     got = _hooked_steps(wrapped, in_mode(wrapped, mode), rank, late)
+    assert {name: len(seen) for name, seen in got.items()} == dict.fromkeys(expected, 1)
     assert len(expected) == 3 + 2 + 2
-    return [
-        f"{name}: {len(got.get(name, []))} calls"
-        for name, (tensor,) in expected.items()
-        if len(got.get(name, [])) != 1
-        or type(got[name][0]) is not torch.Tensor
-        or not torch.allclose(got[name][0], tensor, 1e-4, 1e-6)
-    ]
+    for name, (tensor,) in expected.items():
+        assert type(got[name][0]) is torch.Tensor
+        torch.testing.assert_close(got[name][0], tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("mode", ["eager", "hooks"])
-def test_hooks_inside_equal_blocks(ranks: RankPool, mode: str, late: bool) -> None:
-    """Each is called in its block, once a step; graph mode has no backward hooks."""
-    for wrong in ranks.run(_inside, 2, mode, late):
-        assert wrong == []
-
-
-def _routed(rank: int, world_size: int) -> tuple[bool, list[int]]:
-    """Whether layers have hooks that transformers sets in the first forward; compiled bodies."""
+@on_ranks(2)
+def test_hooks_of_transformers_leave_units_compiled(rank: int) -> None:
+    """The library sets them in the first forward."""
     config = transformers.MixtralConfig(
         vocab_size=32,
         hidden_size=16,
@@ -204,36 +183,36 @@ def _routed(rank: int, world_size: int) -> tuple[bool, list[int]]:
     tokens = batch(rank, 0) % config.vocab_size
     for _ in range(2):
         run(input_ids=tokens, labels=tokens).loss.backward()
+    assert any(module._forward_hooks for module in plain.model.layers.modules())
     units = FSDP.fsdp_modules(model)
-    is_hooked = any(module._forward_hooks for module in plain.model.layers.modules())
-    return is_hooked, [len(unit._fsdp_compiled_bodies) for unit in units]
+    assert [len(unit._fsdp_compiled_bodies) for unit in units] == [1, 1, 1, 1]
 
 
-def test_hooks_of_transformers_leave_units_compiled(ranks: RankPool) -> None:
-    assert ranks.run(_routed, 2) == [(True, [1, 1, 1, 1])] * 2
-
-
-def _in_graph(rank: int, world_size: int) -> list[bool]:
+@on_ranks(2)
+def test_a_hook_inside_a_unit_of_a_graph(rank: int) -> None:
     seen: list[torch.Tensor] = []
     plain, wrapped = make_transformer(num_blocks=2), wrap(make_transformer(num_blocks=2))
     for model, run in ((plain, plain), (wrapped, in_mode(wrapped, "graph"))):
         layer = model.blocks[1].up
         layer.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
         loss_of(run, batch(rank, 0)).backward()
-    expected, *got = seen
-    return [torch.allclose(tensor, expected, 1e-4) for tensor in got]
-
-
-def test_a_hook_inside_a_unit_of_a_graph(ranks: RankPool) -> None:
-    assert ranks.run(_in_graph, 2) == [[True]] * 2
+    expected, got = seen
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 # -- a profiler ------------------------------------------------------------------------------------
 
 
-def _profiled(rank: int, world_size: int, mode: str, folder: str) -> tuple[list[float], set[str]]:
+def _plain_losses(rank: int) -> list[float]:
+    model = DistributedDataParallel(make_classifier())
+    return fit(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(5))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_profiler_around_steps(rank: int, tmp_path: Path, mode: str) -> None:
     """A schedule of steps, with all that can be recorded."""
-    file = Path(folder) / f"trace-{rank}.json"
+    file = tmp_path / f"trace-{rank}.json"
     model = in_mode(shard(make_classifier()), mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -247,23 +226,9 @@ def _profiled(rank: int, world_size: int, mode: str, folder: str) -> tuple[list[
         for step in range(5):
             losses += fit(model, optimizer, rank, range(step, step + 1))
             profiler.step()
-    events = json.loads(file.read_text())["traceEvents"]
-    return losses, {event.get("name", "") for event in events}
-
-
-def _plain_losses(rank: int, world_size: int) -> list[float]:
-    model = DistributedDataParallel(make_classifier())
-    return fit(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(5))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_profiler_around_steps(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    expected = ranks.run(_plain_losses, 2)
-    for losses, (got, names) in zip(
-        expected, ranks.run(_profiled, 2, mode, str(tmp_path)), strict=True
-    ):
-        assert got == pytest.approx(losses, rel=1e-5)
-        assert {"FSDP::all_gather (root)", "FSDP::all_gather 0"} <= names
+    assert losses == pytest.approx(_plain_losses(rank), rel=1e-5)
+    names = {event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"FSDP::all_gather (root)", "FSDP::all_gather 0"} <= names
 
 
 # -- train() and eval() ----------------------------------------------------------------------------
@@ -291,19 +256,14 @@ def _with_evaluations(model: nn.Module) -> tuple[list[float], list[float], int]:
     return losses, state["0.1.running_var"].tolist(), int(state["0.1.num_batches_tracked"])
 
 
-def _evaluated(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
-    expected = _with_evaluations(DistributedDataParallel(_make_noisy()))
-    return expected, _with_evaluations(in_mode(shard(_make_noisy()), mode))
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_batch_norm_and_dropout_follow_train_and_eval(ranks: RankPool, mode: str) -> None:
-    for (losses, variances, count), (got, got_variances, got_count) in ranks.run(
-        _evaluated, 2, mode
-    ):
-        assert got == pytest.approx(losses, rel=1e-5)
-        assert got_variances == pytest.approx(variances, rel=1e-5)
-        assert got_count == count == 6
+@on_ranks(2)
+def test_batch_norm_and_dropout_follow_train_and_eval(rank: int, mode: str) -> None:
+    losses, variances, count = _with_evaluations(DistributedDataParallel(_make_noisy()))
+    got, got_variances, got_count = _with_evaluations(in_mode(shard(_make_noisy()), mode))
+    assert got == pytest.approx(losses, rel=1e-5)
+    assert got_variances == pytest.approx(variances, rel=1e-5)
+    assert got_count == count == 6
 
 
 def _normalised(dtype: torch.dtype) -> nn.Module:
@@ -330,23 +290,21 @@ def _evaluated_last(model: nn.Module, rank: int, kind: str) -> tuple[list[float]
     return losses, means.tolist()
 
 
-def _under_inductor(rank: int, world_size: int, kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    eager = _evaluated_last(shard(_normalised(dtype)), rank, kind)
-    return eager, _evaluated_last(in_mode(shard(_normalised(dtype)), "hooks-inductor"), rank, kind)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "tolerance"),
     [("SGD", torch.float32, 1e-5), ("AdamW", torch.float64, 1e-6)],
 )
+@on_ranks(2)
 def test_batch_norm_under_inductor(
-    ranks: RankPool, kind: str, dtype: torch.dtype, tolerance: float
+    rank: int, kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Also the statistics. AdamW in float32 is no comparison: see the next test."""
-    for (losses, means), (got, got_means) in ranks.run(_under_inductor, 2, kind, dtype):
-        assert got == pytest.approx(losses, rel=tolerance)
-        assert got_means == pytest.approx(means, rel=tolerance, abs=1e-7)
+    losses, means = _evaluated_last(shard(_normalised(dtype)), rank, kind)
+    model = in_mode(shard(_normalised(dtype)), "hooks-inductor")
+    got, got_means = _evaluated_last(model, rank, kind)
+    assert got == pytest.approx(losses, rel=tolerance)
+    assert got_means == pytest.approx(means, rel=tolerance, abs=1e-7)
 
 
 def test_a_bias_before_a_batch_norm_has_a_gradient_of_rounding() -> None:
@@ -360,30 +318,18 @@ def test_a_bias_before_a_batch_norm_has_a_gradient_of_rounding() -> None:
 # -- compiled first --------------------------------------------------------------------------------
 
 
-def _orders(rank: int, world_size: int) -> tuple[list[float], dict[str, list[float]]]:
-    """Compiled for one graph before or after wrapping."""
+@pytest.mark.parametrize("order", ["torch.compile, wrap", "module.compile, wrap", "wrap, compile"])
+@on_ranks(2)
+def test_compiled_before_or_after_wrapping(rank: int, order: str) -> None:
+    """For one graph, in graph mode; on hooks: test_state_dict.py and test_composable.py."""
     how: dict[str, Any] = {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True}
-    expected = _plain_losses(rank, world_size)
-    found = {}
-    for order in ("torch.compile, wrap", "module.compile, wrap", "wrap, module.compile"):
-        plain = make_classifier()
-        if order == "torch.compile, wrap":
-            compiled = torch.compile(plain, **how)
-        elif order == "module.compile, wrap":
-            compiled = plain
-            compiled.compile(**how)
-        else:
-            compiled = plain
-        model = shard(compiled)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if order == "wrap, module.compile":
-            model.compile(**how)
-        found[order] = fit(model, optimizer, rank, range(5))
-    return expected, found
-
-
-def test_compiled_before_wrapping(ranks: RankPool) -> None:
-    """For graph mode; on hooks: test_state_dict.py and test_composable.py."""
-    for expected, found in ranks.run(_orders, 2):
-        for order, losses in found.items():
-            assert losses == pytest.approx(expected, rel=1e-5), order
+    plain: Any = make_classifier()
+    if order == "torch.compile, wrap":
+        plain = torch.compile(plain, **how)
+    elif order == "module.compile, wrap":
+        plain.compile(**how)
+    model = shard(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if order == "wrap, compile":
+        model.compile(**how)
+    assert fit(model, optimizer, rank, range(5)) == pytest.approx(_plain_losses(rank), rel=1e-5)

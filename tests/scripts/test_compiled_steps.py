@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from loops import Batch, classification_loss, clip, error_of, examples, make_classifier, shard
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +33,7 @@ WRAPPERS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 }
 
 
-def _losses(rank: int, world_size: int, wrapper: str, backend: str | None) -> list[float]:
+def _losses(rank: int, wrapper: str, backend: str | None) -> list[float]:
     """Of four steps, each with two backwards, the first without a reduction."""
     model: Any = WRAPPERS[wrapper](make_classifier())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -62,32 +62,25 @@ def _losses(rank: int, world_size: int, wrapper: str, backend: str | None) -> li
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wrapper", ["wrapper", "fully_shard"])
-def test_trains_as_ddp(ranks: RankPool, wrapper: str, backend: str) -> None:
-    expected = ranks.run(_losses, 2, "ddp", None)
-    for found, wanted in zip(ranks.run(_losses, 2, wrapper, backend), expected, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-5)
-
-
-# -- with compiled autograd ------------------------------------------------------------------------
-
-
-def _losses_with_compiled_autograd(rank: int, world_size: int, backend: str) -> Any:
-    found: list[float] = []
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        error = error_of(lambda: found.extend(_losses(rank, world_size, "wrapper", backend)))
-    return error or found
+@on_ranks(2)
+def test_trains_as_ddp(rank: int, wrapper: str, backend: str) -> None:
+    expected = _losses(rank, "ddp", None)
+    assert _losses(rank, wrapper, backend) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_autograd_is_right_or_refused(ranks: RankPool, backend: str) -> None:
+@on_ranks(2)
+def test_compiled_autograd_is_right_or_refused(rank: int, backend: str) -> None:
     """Graph mode's backward is a graph already; the other modes' hooks would lose gradients.
 
     Where torch unpacks saved parameters to trace the backward, autograd refuses before our hooks.
     """
-    expected = ranks.run(_losses, 2, "ddp", None)
-    found = ranks.run(_losses_with_compiled_autograd, 2, backend)
-    for one, wanted in zip(found, expected, strict=True):
-        if backend == "fsdp_dynamo_aot_eager":
-            assert one == pytest.approx(wanted, rel=1e-5)
-        else:
-            assert "eager and hooks mode: expected a backward" in one or "inplace" in one
+    expected = _losses(rank, "ddp", None)
+    got: list[float] = []
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        error = error_of(lambda: got.extend(_losses(rank, "wrapper", backend)))
+    if backend == "fsdp_dynamo_aot_eager":
+        assert error == ""
+        assert got == pytest.approx(expected, rel=1e-5)
+    else:
+        assert "eager and hooks mode: expected a backward" in error or "inplace" in error

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from loops import shard
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
@@ -37,17 +37,14 @@ class _Pairs(nn.Module):
         return (losses[0] + losses[1]) / 2
 
 
-def _losses(rank: int, world_size: int, mode: str | None) -> list[float]:
-    model: nn.Module = _Pairs()
-    model = DistributedDataParallel(model) if mode is None else shard(model)
-    run = model if mode is None else in_mode(model, mode)
+def _losses(model: nn.Module, rank: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     labels = torch.arange(BATCH) + BATCH * rank
     losses = []
     for step in range(4):
         generator = torch.Generator().manual_seed(1000 * step + rank)
         x = torch.randn(BATCH, 8, generator=generator)
-        loss = run(x, x + 0.1 * torch.randn(BATCH, 8, generator=generator), labels)
+        loss = model(x, x + 0.1 * torch.randn(BATCH, 8, generator=generator), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -56,8 +53,8 @@ def _losses(rank: int, world_size: int, mode: str | None) -> list[float]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_trains_as_ddp(ranks: RankPool, mode: str) -> None:
+@on_ranks(2)
+def test_trains_as_ddp(rank: int, mode: str) -> None:
     """In graph mode, the user's collectives are nodes among those of the units."""
-    expected = ranks.run(_losses, 2, None)
-    for found, wanted in zip(ranks.run(_losses, 2, mode), expected, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-5)
+    expected = _losses(DistributedDataParallel(_Pairs()), rank)
+    assert _losses(in_mode(shard(_Pairs()), mode), rank) == pytest.approx(expected, rel=1e-5)

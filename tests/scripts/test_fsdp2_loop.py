@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as upstream
 from models import Transformer, batch, loss_of
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -99,12 +99,9 @@ def _run(fully_shard: FullyShard, rank: int) -> tuple[list[float], dict[str, tor
     return seen, {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def _both(rank: int, world_size: int) -> tuple[Any, Any]:
-    return _run(upstream.fully_shard, rank), _run(fsdp_dynamo.fully_shard, rank)
-
-
-def test_as_fsdp2(ranks: RankPool) -> None:
-    for (expected, theirs), (got, ours) in ranks.run(_both, 3):
-        assert got == pytest.approx(expected, rel=1e-4)
-        for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)
+@on_ranks(3)
+def test_as_fsdp2(rank: int) -> None:
+    expected, theirs = _run(upstream.fully_shard, rank)
+    got, ours = _run(fsdp_dynamo.fully_shard, rank)
+    assert got == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from loops import clip
 from models import batch, make_transformer, wrap
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from recipes import recipe
 from torch import nn
 from torch.nn import functional as F
@@ -83,54 +83,40 @@ def _train(
     return seen
 
 
-def _as_ddp(
-    rank: int, world_size: int, mode: str, accumulate: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("accumulate", ["flag", "no_sync"])
+@on_ranks(2)
+def test_trains_as_ddp(rank: int, mode: str, accumulate: str) -> None:
+    """Losses, norms and samples, with groups made by dimension."""
     reference = DistributedDataParallel(make_transformer(num_blocks=1))
     adamw = torch.optim.AdamW(_decay_groups(reference), betas=(0.9, 0.95))
     expected = _train(reference, adamw, rank, range(STEPS), accumulate)
 
-    plain = make_transformer(num_blocks=1)
-    wrapped = wrap(plain)
+    wrapped = wrap(make_transformer(num_blocks=1))
     names: dict[str, Any] = {"model": wrapped, "torch": torch}
     exec(recipe("Decay matrices only"), names)
-    optimizer = names["optimizer"]
     model = in_mode(wrapped, mode)
-    return expected, _train(model, optimizer, rank, range(STEPS), accumulate)
-
-
-@pytest.mark.parametrize(
-    ("mode", "accumulate"),
-    [
-        ("eager", "flag"),
-        ("eager", "no_sync"),
-        ("hooks", "flag"),
-        ("hooks", "no_sync"),
-        ("graph", "flag"),
-        ("graph", "no_sync"),
-    ],
-)
-def test_trains_as_ddp(ranks: RankPool, mode: str, accumulate: str) -> None:
-    """Losses, norms and samples, with groups made by dimension."""
-    for expected, got in ranks.run(_as_ddp, 2, mode, accumulate):
-        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-        assert min(got["norms"]) > 0.5  # all steps were clipped
-        assert got["samples"] == expected["samples"]
+    got = _train(model, names["optimizer"], rank, range(STEPS), accumulate)
+    assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert min(got["norms"]) > 0.5  # all steps were clipped
+    assert got["samples"] == expected["samples"]
 
 
 # -- one file, written by rank 0 -------------------------------------------------------------------
 
 
 def _new_run(mode: str) -> tuple[FSDP, nn.Module, torch.optim.Optimizer]:
-    plain = make_transformer(num_blocks=1)
-    model = wrap(plain)
+    model = wrap(make_transformer(num_blocks=1))
     optimizer = torch.optim.AdamW(_decay_groups(model), betas=(0.9, 0.95))
     return model, in_mode(model, mode), optimizer
 
 
-def _resumed(rank: int, world_size: int, mode: str, folder: str) -> tuple[Any, Any, Any, float]:
-    file = Path(folder) / "checkpoint.pt"
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_goes_on_from_the_file_of_rank_0(rank: int, tmp_path: Path, mode: str) -> None:
+    """Bit by bit; and the plain model reads it."""
+    file = tmp_path / "checkpoint.pt"
     model, run, optimizer = _new_run(mode)
     _train(run, optimizer, rank, range(2), "no_sync")
     state = {
@@ -147,18 +133,10 @@ def _resumed(rank: int, world_size: int, mode: str, folder: str) -> tuple[Any, A
     state = torch.load(file, map_location="cpu", weights_only=True)
     run.load_state_dict(state["model"])
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
-    again = _train(run, optimizer, rank, range(state["step"], STEPS), "no_sync")
+    assert _train(run, optimizer, rank, range(state["step"], STEPS), "no_sync") == rest
 
     plain = make_transformer(num_blocks=1)
     plain.load_state_dict(state["model"])
     with torch.no_grad():
-        here = _loss(plain, batch(rank, 21)).item() / MICRO_BATCHES
-    return rest, again, here, rest["losses"][0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_goes_on_from_the_file_of_rank_0(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """Bit by bit; and the plain model reads it."""
-    for rest, again, plain, sharded in ranks.run(_resumed, 2, mode, str(tmp_path)):
-        assert again == rest
-        assert plain == pytest.approx(sharded, rel=1e-5)
+        loss = _loss(plain, batch(rank, 21)).item() / MICRO_BATCHES
+    assert loss == pytest.approx(rest["losses"][0], rel=1e-5)

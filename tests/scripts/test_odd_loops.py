@@ -7,7 +7,6 @@ test_bad_input.py; zero_grad(set_to_none=False): test_accumulation.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,7 @@ from loops import (
     whole_gradients,
 )
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -88,20 +87,17 @@ def _skipping(run: nn.Module, fragile: _Fragile, rank: int) -> list[float | None
     return losses
 
 
-def _given_up(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_batches_given_up_after_an_exception(rank: int, mode: str) -> None:
     """The same batches on all ranks: DDP does not recover from a failure, one process does."""
     plain, fragile = _fragile()
     expected = _skipping(plain, fragile, 0)
     plain, fragile = _fragile()
-    return expected, _skipping(in_mode(shard(plain), mode), fragile, 0)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_batches_given_up_after_an_exception(ranks: RankPool, mode: str) -> None:
-    for expected, got in ranks.run(_given_up, 2, mode):
-        assert [loss is None for loss in got] == [False, True, True, False, True, False]
-        for one, other in zip(got, expected, strict=True):
-            assert one == (None if other is None else pytest.approx(other, rel=1e-5))
+    got = _skipping(in_mode(shard(plain), mode), fragile, 0)
+    assert [loss is None for loss in got] == [False, True, True, False, True, False]
+    for one, other in zip(got, expected, strict=True):
+        assert one == (None if other is None else pytest.approx(other, rel=1e-5))
 
 
 # -- ranks that part -------------------------------------------------------------------------------
@@ -187,8 +183,6 @@ def test_ranks_that_part_get_an_error(ranks: RankPool, mode: str, name: str) -> 
 
 # -- conversions -----------------------------------------------------------------------------------
 
-DTYPES = {"half": torch.half, "bfloat16": torch.bfloat16, "double": torch.double}
-
 
 def _trained_in(model: nn.Module, run: nn.Module, dtype: torch.dtype) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -203,36 +197,29 @@ def _trained_in(model: nn.Module, run: nn.Module, dtype: torch.dtype) -> list[fl
     return losses
 
 
-def _converted(rank: int, world_size: int, mode: str) -> dict[str, tuple[Any, Any, bool]]:
-    found = {}
-    for name, dtype in DTYPES.items():
-        plain = getattr(make_classifier(), name)()
-        expected = _trained_in(plain, plain, dtype)
-        before = shard(getattr(make_classifier(), name)())
-        after = shard(make_classifier())
-        run = in_mode(after, mode)
-        classification_loss(run, examples(0)).backward()
-        after.zero_grad()
-        getattr(after, name)()
-        for when, model in (("before", before), ("after", after)):
-            losses = _trained_in(model, run if model is after else in_mode(model, mode), dtype)
-            kept = all(value.dtype == dtype for value in model.state_dict().values())
-            found[f"{name} {when} wrapping"] = (expected, losses, kept)
-    return found
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_whole_models_converted_before_and_after(ranks: RankPool, mode: str) -> None:
-    for found in ranks.run(_converted, 2, mode):
-        for how, (expected, got, kept) in found.items():
-            assert got == pytest.approx(expected, rel=1e-6), how
-            assert kept, how
+@pytest.mark.parametrize("dtype", ["half", "bfloat16", "double"])
+@on_ranks(2)
+def test_whole_models_converted_before_and_after(rank: int, mode: str, dtype: str) -> None:
+    plain = getattr(make_classifier(), dtype)()
+    of_dtype = next(plain.parameters()).dtype
+    expected = _trained_in(plain, plain, of_dtype)
+    before, after = shard(getattr(make_classifier(), dtype)()), shard(make_classifier())
+    run = in_mode(after, mode)
+    classification_loss(run, examples(0)).backward()
+    after.zero_grad()
+    getattr(after, dtype)()
+    for model, call in ((before, in_mode(before, mode)), (after, run)):
+        assert _trained_in(model, call, of_dtype) == pytest.approx(expected, rel=1e-6)
+        assert {value.dtype for value in model.state_dict().values()} == {of_dtype}
 
 
 # -- frozen for inference --------------------------------------------------------------------------
 
 
-def _frozen_for_inference(rank: int, world_size: int, mode: str) -> list[str]:
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@on_ranks(2)
+def test_a_model_frozen_for_inference(rank: int, mode: str) -> None:
     """After training; and trained again."""
     model = shard(make_classifier())
     run = in_mode(model, mode)
@@ -243,23 +230,11 @@ def _frozen_for_inference(rank: int, world_size: int, mode: str) -> list[str]:
     expected = plain(examples(rank)[0]).detach()
 
     model.eval().requires_grad_(False)
-    wrong = []
     for context in (torch.no_grad, torch.inference_mode):
-
-        def infer(context: Callable[[], Any] = context) -> None:
-            with context():
-                torch.testing.assert_close(run(examples(rank)[0]), expected)
-
-        wrong.append(error_of(infer))
+        with context():
+            torch.testing.assert_close(run(examples(rank)[0]), expected)
     model.train().requires_grad_(True)
-    wrong.append(error_of(lambda: fit(run, optimizer, rank, range(2, 3))))
-    return wrong
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_model_frozen_for_inference(ranks: RankPool, mode: str) -> None:
-    for wrong in ranks.run(_frozen_for_inference, 2, mode):
-        assert wrong == ["", "", ""]
+    fit(run, optimizer, rank, range(2, 3))
 
 
 # -- gradients of gradients ------------------------------------------------------------------------
@@ -278,53 +253,39 @@ def _by_input(model: nn.Module, rank: int) -> torch.Tensor:
     return grad
 
 
-def _twice(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float], bool]:
-    """Losses of steps after a penalty that may have been refused."""
-    model = in_mode(shard(make_classifier()), mode)
-    error_of(lambda: _penalty(model, rank))
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_gradient_penalty_is_right_or_refused_in_words(rank: int, mode: str) -> None:
+    """Gradients by the input are right after it, and training goes on."""
+    sharded = shard(make_classifier())
+    model = in_mode(sharded, mode)
+    message = error_of(lambda: _penalty(model, rank))
+    if message:
+        assert "create_graph" in message or "double backward" in message, message
+    else:
+        plain = make_classifier()
+        for other in range(dist.get_world_size()):
+            _penalty(plain, other)
+        named = plain.named_parameters()
+        means = {n: p.grad / dist.get_world_size() for n, p in named if p.grad is not None}
+        assert different(whole_gradients(sharded), means) == []
     model.zero_grad()
-    same = torch.allclose(_by_input(model, rank), _by_input(make_classifier(), rank), 1e-4, 1e-6)
+    expected = _by_input(make_classifier(), rank)
+    torch.testing.assert_close(_by_input(model, rank), expected, rtol=1e-4, atol=1e-6)
     model.zero_grad()
-    reference = DistributedDataParallel(make_classifier())
     losses = [
         fit(one, torch.optim.SGD(one.parameters(), lr=0.1), rank, range(2))
-        for one in (reference, model)
+        for one in (DistributedDataParallel(make_classifier()), model)
     ]
-    return losses[0], losses[1], same
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_training_goes_on_after_a_gradient_penalty(ranks: RankPool, mode: str) -> None:
-    """And gradients by the input are right."""
-    for expected, got, same in ranks.run(_twice, 2, mode):
-        assert same
-        assert got == pytest.approx(expected, rel=1e-5)
-
-
-def _right_or_refused(rank: int, world_size: int, mode: str) -> str:
-    """Names of wrong gradients, or an error that does not say what is refused."""
-    model = shard(make_classifier())
-    run = in_mode(model, mode)
-    if message := error_of(lambda: _penalty(run, rank)):
-        says = "create_graph" in message or "double backward" in message
-        return "" if says else message
-    plain = make_classifier()
-    for other in range(world_size):
-        _penalty(plain, other)
-    named = plain.named_parameters()
-    expected = {name: p.grad / world_size for name, p in named if p.grad is not None}
-    return " ".join(different(whole_gradients(model), expected))
-
-
-@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
-def test_a_gradient_penalty_is_right_or_refused_in_words(ranks: RankPool, mode: str) -> None:
-    assert ranks.run(_right_or_refused, 2, mode) == ["", ""]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 # -- no gradient at all ----------------------------------------------------------------------------
 
 
-def _frozen_before(rank: int, world_size: int, mode: str) -> list[str]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_frozen_model_below_a_head(rank: int, mode: str) -> None:
     """A model that never learns, and a head on top that does."""
     body = shard(make_classifier().requires_grad_(False))
     torch.manual_seed(1)
@@ -334,13 +295,9 @@ def _frozen_before(rank: int, world_size: int, mode: str) -> list[str]:
     assert all(p.grad is None for p in body.parameters())
     torch.manual_seed(1)
     alone = nn.Linear(3, 3)
+    world_size = dist.get_world_size()
     for other in range(world_size):
         x, y = examples(other)
         (nn.functional.cross_entropy(alone(make_classifier()(x)), y) / world_size).backward()
     got = {name: p.grad for name, p in head.module.named_parameters()}
-    return different(got, {name: p.grad for name, p in alone.named_parameters()})
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_frozen_model_below_a_head(ranks: RankPool, mode: str) -> None:
-    assert ranks.run(_frozen_before, 2, mode) == [[], []]
+    assert different(got, {name: p.grad for name, p in alone.named_parameters()}) == []

@@ -13,7 +13,7 @@ import torch
 from loops import classification_loss, clip, examples, fit, make_classifier, shard
 from models import batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -35,22 +35,15 @@ ELEMENT_WISE: dict[str, dict[str, Any]] = {
 }
 
 
-def _with_each(rank: int, world_size: int) -> dict[str, tuple[list[float], list[float]]]:
-    found = {}
+@on_ranks(2)
+def test_element_wise_optimizers(rank: int) -> None:
+    """All of torch's that look at no norm and no shape; Rprop writes DTensors by index."""
     for name, options in ELEMENT_WISE.items():
         losses = []
         for model in (DistributedDataParallel(make_classifier()), shard(make_classifier())):
             optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.05, **options)
             losses.append(fit(model, optimizer, rank, range(STEPS)))
-        found[name] = (losses[0], losses[1])
-    return found
-
-
-def test_element_wise_optimizers(ranks: RankPool) -> None:
-    """All of torch's that look at no norm and no shape; Rprop writes DTensors by index."""
-    for found in ranks.run(_with_each, 2):
-        for name, (expected, got) in found.items():
-            assert got == pytest.approx(expected, rel=1e-5), name
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5), name
 
 
 # -- several optimizers ----------------------------------------------------------------------------
@@ -87,18 +80,14 @@ def _muon_and_adamw(model: Any, run: nn.Module, rank: int) -> list[float]:
     return losses
 
 
-def _with_muon(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float]]:
-    plain = make_transformer(num_blocks=1)
-    reference = DistributedDataParallel(plain)
-    expected = _muon_and_adamw(plain, reference, rank)
-    model = wrap(make_transformer(num_blocks=1))
-    return expected, _muon_and_adamw(model, in_mode(model, mode), rank)
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_muon_with_adamw(ranks: RankPool, mode: str) -> None:
-    for expected, got in ranks.run(_with_muon, 2, mode):
-        assert got == pytest.approx(expected, rel=1e-4)
+@on_ranks(2)
+def test_muon_with_adamw(rank: int, mode: str) -> None:
+    plain = make_transformer(num_blocks=1)
+    expected = _muon_and_adamw(plain, DistributedDataParallel(plain), rank)
+    model = wrap(make_transformer(num_blocks=1))
+    got = _muon_and_adamw(model, in_mode(model, mode), rank)
+    assert got == pytest.approx(expected, rel=1e-4)
 
 
 def _two_optimizers(model: nn.Module, rank: int) -> list[float]:
@@ -124,15 +113,12 @@ def _two_optimizers(model: nn.Module, rank: int) -> list[float]:
     return losses
 
 
-def _compare(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float]]:
-    expected = _two_optimizers(DistributedDataParallel(make_classifier()), rank)
-    return expected, _two_optimizers(in_mode(shard(make_classifier()), mode), rank)
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_two_optimizers_with_schedules(ranks: RankPool, mode: str) -> None:
-    for expected, got in ranks.run(_compare, 2, mode):
-        assert got == pytest.approx(expected, rel=1e-5)
+@on_ranks(2)
+def test_two_optimizers_with_schedules(rank: int, mode: str) -> None:
+    expected = _two_optimizers(DistributedDataParallel(make_classifier()), rank)
+    got = _two_optimizers(in_mode(shard(make_classifier()), mode), rank)
+    assert got == pytest.approx(expected, rel=1e-5)
 
 
 # -- averages of weights ---------------------------------------------------------------------------
@@ -166,9 +152,6 @@ def _by_state_dict(model: nn.Module, train: Callable[[int], object]) -> None:
     model.load_state_dict(average)
 
 
-AVERAGES = (_by_hand, _by_averaged_model, _by_state_dict)
-
-
 def _averaged(
     model: nn.Module, run: nn.Module, average: Callable[..., None], rank: int
 ) -> tuple[float, float]:
@@ -179,21 +162,15 @@ def _averaged(
     return loss, fit(run, optimizer, rank, range(7, 8))[0]
 
 
-def _moving_averages(rank: int, world_size: int, mode: str) -> list[tuple[Any, Any]]:
-    found = []
-    for average in AVERAGES:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_moving_averages(rank: int, mode: str) -> None:
+    """Of parameters, by AveragedModel and of state dicts: losses of the average, and after it."""
+    for average in (_by_hand, _by_averaged_model, _by_state_dict):
         plain, sharded = make_classifier(), shard(make_classifier())
         expected = _averaged(plain, DistributedDataParallel(plain), average, rank)
-        found.append((expected, _averaged(sharded, in_mode(sharded, mode), average, rank)))
-    return found
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_moving_averages(ranks: RankPool, mode: str) -> None:
-    """Of parameters, by AveragedModel and of state dicts: losses of the average, and after it."""
-    for found in ranks.run(_moving_averages, 2, mode):
-        for average, (expected, got) in zip(AVERAGES, found, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5), average.__name__
+        got = _averaged(sharded, in_mode(sharded, mode), average, rank)
+        assert got == pytest.approx(expected, rel=1e-5), average.__name__
 
 
 def _make_normed() -> nn.Module:
@@ -219,18 +196,14 @@ def _stochastic_averaging(model: nn.Module, run: nn.Module) -> tuple[list[float]
     return losses, averaged.module.state_dict()["0.1.running_mean"].tolist()
 
 
-def _swa(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
-    plain, sharded = _make_normed(), shard(_make_normed())
-    return _stochastic_averaging(plain, plain), _stochastic_averaging(
-        sharded, in_mode(sharded, mode)
-    )
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_stochastic_weight_averaging(ranks: RankPool, mode: str) -> None:
-    for (losses, means), (got, got_means) in ranks.run(_swa, 2, mode):
-        assert got == pytest.approx(losses, rel=1e-5)
-        assert got_means == pytest.approx(means, rel=1e-5, abs=1e-6)
+@on_ranks(2)
+def test_stochastic_weight_averaging(rank: int, mode: str) -> None:
+    plain, sharded = _make_normed(), shard(_make_normed())
+    losses, means = _stochastic_averaging(plain, plain)
+    got, got_means = _stochastic_averaging(sharded, in_mode(sharded, mode))
+    assert got == pytest.approx(losses, rel=1e-5)
+    assert got_means == pytest.approx(means, rel=1e-5, abs=1e-6)
 
 
 # -- gradient scalers ------------------------------------------------------------------------------
@@ -253,19 +226,14 @@ def _scaled(model: nn.Module, rank: int, scaler: torch.amp.GradScaler) -> list[t
     return seen
 
 
-def _with_scalers(rank: int, world_size: int, mode: str) -> list[Any]:
-    how = {"init_scale": 256.0, "growth_interval": 2}
-    plain, sharded = torch.amp.GradScaler("cpu", **how), ShardedGradScaler("cpu", **how)
-    return [
-        _scaled(DistributedDataParallel(make_classifier()), rank, plain),
-        _scaled(in_mode(shard(make_classifier()), mode), rank, sharded),
-    ]
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_gradient_scalers_without_an_overflow(ranks: RankPool, mode: str) -> None:
+@on_ranks(2)
+def test_gradient_scalers_without_an_overflow(rank: int, mode: str) -> None:
     """Torch's own under DDP, the sharded one here; with an overflow: test_optimizer_checks.py."""
-    for expected, got in ranks.run(_with_scalers, 2, mode):
-        assert [scale for *_, scale in got] == [256.0, 512.0, 512.0, 1024.0]
-        for line, expected_line in zip(got, expected, strict=True):
-            assert line == pytest.approx(expected_line, rel=1e-3)
+    how = {"init_scale": 256.0, "growth_interval": 2}
+    theirs, ours = torch.amp.GradScaler("cpu", **how), ShardedGradScaler("cpu", **how)
+    expected = _scaled(DistributedDataParallel(make_classifier()), rank, theirs)
+    got = _scaled(in_mode(shard(make_classifier()), mode), rank, ours)
+    assert [scale for *_, scale in got] == [256.0, 512.0, 512.0, 1024.0]
+    for line, expected_line in zip(got, expected, strict=True):
+        assert line == pytest.approx(expected_line, rel=1e-3)

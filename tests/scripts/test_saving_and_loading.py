@@ -19,7 +19,7 @@ from allocations import peak_bytes
 from loops import classification_loss, different, examples, fit, make_classifier, shard
 from models import Block, batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from recipes import recipe
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -37,11 +37,13 @@ def _tied(fill: float | None = None) -> nn.Module:
     return model
 
 
-def _files(rank: int, world_size: int, mode: str, name: str) -> dict[str, list[str]]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_files_in_both_directions(rank: int, tmp_path: Path, mode: str) -> None:
     """From shards into files, and from files into shards; embedding and head are tied."""
     from safetensors.torch import load_file, load_model, save_file, save_model
 
-    folder = Path(name)
+    folder = tmp_path
     model = in_mode(wrap(_tied()), mode)
     loss_of(model, batch(rank, 0)).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -68,56 +70,41 @@ def _files(rank: int, world_size: int, mode: str, name: str) -> dict[str, list[s
         "load_file into shards": into_shards,
         "load_model into shards": into_shards_too,
     }
-    return {way: different(one.state_dict(), state) for way, one in loaded.items()}
+    for way, one in loaded.items():
+        assert different(one.state_dict(), state) == [], way
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_files_in_both_directions(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    pytest.importorskip("safetensors")
-    for found in ranks.run(_files, 2, mode, str(tmp_path)):
-        assert [way for way, names in found.items() if names] == []
-
-
-def _shards_in_files(rank: int, world_size: int, name: str) -> tuple[list[str], int, int]:
-    """A safetensors file of each rank, without a gather."""
+@on_ranks(2)
+def test_a_safetensors_file_for_each_rank(rank: int, tmp_path: Path) -> None:
+    """Without a gather."""
     from safetensors.torch import load_file, save_file
 
-    file = Path(name) / f"{rank}.safetensors"
     model = shard(make_classifier())
     fit(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(2))
     held = {fqn: param.to_local().detach() for fqn, param in model.named_parameters()}
-    save_file(held, file)
+    save_file(held, tmp_path / f"{rank}.safetensors")
+    values = load_file(tmp_path / f"{rank}.safetensors")
     again = shard(make_classifier())
     with torch.no_grad():
-        values = load_file(file)
         for fqn, param in again.named_parameters():
             param.to_local().copy_(values[fqn])
-    numel = sum(value.numel() for value in load_file(file).values())
-    whole = sum(p.numel() for p in make_classifier().parameters())
-    return different(again.state_dict(), model.state_dict()), numel, whole
+    assert different(again.state_dict(), model.state_dict()) == []
+    numel = torch.tensor(sum(value.numel() for value in values.values()))
+    dist.all_reduce(numel)
+    assert numel.item() == sum(p.numel() for p in make_classifier().parameters())
 
 
-def test_a_safetensors_file_for_each_rank(ranks: RankPool, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    found = ranks.run(_shards_in_files, 2, str(tmp_path))
-    assert [wrong for wrong, _, _ in found] == [[], []]
-    assert sum(numel for _, numel, _ in found) == found[0][2]
-
-
-def _prefixed(rank: int, world_size: int, mode: str) -> str:
-    """A state dict of a plain model that was compiled, as scripts have in their files."""
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_state_dict_of_a_compiled_plain_model(rank: int, mode: str) -> None:
+    """As scripts have in their files."""
     state = torch.compile(make_classifier()).state_dict()
     assert all(key.startswith("_orig_mod.") for key in state)
     model = in_mode(shard(make_classifier()), mode)
     with torch.no_grad():
         next(model.parameters()).zero_()
     model.load_state_dict(state)
-    return "".join(different(model.state_dict(), make_classifier().state_dict()))
-
-
-@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
-def test_a_state_dict_of_a_compiled_plain_model(ranks: RankPool, mode: str) -> None:
-    assert ranks.run(_prefixed, 2, mode) == ["", ""]
+    assert different(model.state_dict(), make_classifier().state_dict()) == []
 
 
 # -- pretrained weights into shards ----------------------------------------------------------------
@@ -160,40 +147,30 @@ def _by_dcp(folder: Path) -> FSDP:
 READERS: dict[str, Callable[[Path], FSDP]] = {"slices": _by_slices, "DCP": _by_dcp}
 
 
-def _from_pretrained(
-    rank: int, world_size: int, how: str, tied: bool, name: str
-) -> tuple[list[str], float, float, dict[str, int]]:
+@pytest.mark.parametrize(("how", "tied"), [("slices", False), ("DCP", False), ("slices", True)])
+@on_ranks(2)
+def test_from_pretrained_into_shards(rank: int, tmp_path: Path, how: str, tied: bool) -> None:
+    """No rank holds the model: beside shards, the root's parameters and one unit at most."""
     from transformers import LlamaForCausalLM
 
-    folder = Path(name)
     if rank == 0:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": NUM_LAYERS}
         saved, _ = hf_models.make("llama", **sizes, tie_word_embeddings=tied)
         # Small files: the profiler takes one that is mapped into memory for an allocation.
-        saved.save_pretrained(folder, max_shard_size="50KB")
+        saved.save_pretrained(tmp_path, max_shard_size="50KB")
     dist.barrier()
     with peak_bytes() as peak:
-        model = READERS[how](folder)
-    plain = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = READERS[how](tmp_path)
+    plain = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     unit = sum(p.numel() for p in plain.model.layers[0].parameters()) * 4
     whole = sum(p.numel() for p in plain.parameters()) * 4
-    sizes = {"peak": peak[0], "shards": whole // world_size, "unit": unit}
-    sizes["root"] = whole - NUM_LAYERS * unit
-    wrong = different(model.state_dict(), plain.state_dict())
+    root = whole - NUM_LAYERS * unit
+    slack = 1000
+    assert peak[0] <= whole // dist.get_world_size() + unit + root + slack
+    assert different(model.state_dict(), plain.state_dict()) == []
     with torch.no_grad():
         losses = [one(**hf_models.inputs(rank)).loss.item() for one in (plain, model)]
-    return wrong, losses[0], losses[1], sizes
-
-
-@pytest.mark.parametrize(("how", "tied"), [("slices", False), ("DCP", False), ("slices", True)])
-def test_from_pretrained_into_shards(ranks: RankPool, tmp_path: Path, how: str, tied: bool) -> None:
-    """No rank holds the model: beside shards, the root's parameters and one unit at most."""
-    slack = 1000
-    pytest.importorskip("safetensors")
-    for wrong, expected, got, sizes in ranks.run(_from_pretrained, 2, how, tied, str(tmp_path)):
-        assert wrong == []
-        assert got == pytest.approx(expected, rel=1e-6)
-        assert sizes["peak"] <= sizes["shards"] + sizes["unit"] + sizes["root"] + slack
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 # -- weights for a model elsewhere -----------------------------------------------------------------
@@ -201,8 +178,10 @@ def test_from_pretrained_into_shards(ranks: RankPool, tmp_path: Path, how: str, 
 DIM = 128
 
 
-def _to_another_model(rank: int, world_size: int) -> tuple[float, float, dict[str, int]]:
-    """The engine is on the last rank; the others take part in the gathers."""
+@on_ranks(2)
+def test_weights_sent_unit_by_unit(rank: int) -> None:
+    """The engine is on the last rank; beside the models, ranks hold one unit at a time."""
+    world_size = dist.get_world_size()
     torch.manual_seed(0)
     model = FSDP(
         make_transformer(num_blocks=6, dim=DIM), auto_wrap_policy=ModuleWrapPolicy({Block})
@@ -224,17 +203,11 @@ def _to_another_model(rank: int, world_size: int) -> tuple[float, float, dict[st
     assert sorted(sent) == sorted(name for name, _ in model.named_parameters())
     numels = [param.numel() for param in Block(DIM).parameters()]
     packed = [numel for numel in numels if 4 * numel // world_size < 64 << 10]
-    sizes = {"peak": peak[0], "unit": 4 * sum(numels), "packed": 4 * sum(packed)}
+    assert peak[0] <= 4 * sum(numels) + 4 * sum(packed) + 10_000
     with torch.no_grad():
         loss = loss_of(model, batch(9, 9)).item()
-        return loss, loss_of(engine, batch(9, 9)).item() if engine is not None else loss, sizes
-
-
-def test_weights_sent_unit_by_unit(ranks: RankPool) -> None:
-    """Beside the models, one unit at a time."""
-    for expected, got, sizes in ranks.run(_to_another_model, 2):
-        assert got == pytest.approx(expected, rel=1e-6)
-        assert sizes["peak"] <= sizes["unit"] + sizes["packed"] + 10_000
+        if engine is not None:
+            assert loss_of(engine, batch(9, 9)).item() == pytest.approx(loss, rel=1e-6)
 
 
 # -- other numbers of ranks, one after the other ---------------------------------------------------

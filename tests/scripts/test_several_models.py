@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loops import classification_loss, different, examples, make_classifier, shard, whole_gradients
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-
-from fsdp_dynamo import FSDPStateError
 
 STEPS = 3
 
@@ -64,26 +63,17 @@ def _train_adversaries(
     return losses
 
 
-def _adversaries(rank: int, world_size: int, mode: str, toggles: bool) -> tuple[Any, Any]:
+@pytest.mark.parametrize(
+    ("mode", "toggles"),
+    [*[(mode, False) for mode in MODES], ("eager", True), ("graph", True)],
+)
+@on_ranks(2)
+def test_adversaries_train_as_with_ddp(rank: int, mode: str, toggles: bool) -> None:
     pairs = _generator(), _discriminator()
     expected = _train_adversaries(*map(DistributedDataParallel, pairs), rank, toggles)
     sharded = [in_mode(shard(make()), mode) for make in (_generator, _discriminator)]
-    try:
-        return expected, _train_adversaries(*sharded, rank, toggles)
-    except FSDPStateError as error:
-        return expected, str(error)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_adversaries_train_as_with_ddp(ranks: RankPool, mode: str) -> None:
-    for expected, got in ranks.run(_adversaries, 2, mode, False):
-        assert got == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_discriminator_frozen_in_turns(ranks: RankPool, mode: str) -> None:
-    for expected, got in ranks.run(_adversaries, 2, mode, True):
-        assert got == pytest.approx(expected, rel=1e-5)
+    got = _train_adversaries(*sharded, rank, toggles)
+    assert got == pytest.approx(expected, rel=1e-5)
 
 
 # -- several forwards ------------------------------------------------------------------------------
@@ -133,23 +123,17 @@ def _mean_of_ranks(
     return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
 
-def _several_forwards(rank: int, world_size: int, mode: str) -> list[str]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_one_loss_over_several_forwards(rank: int, mode: str) -> None:
     wrapped = shard(make_classifier())
     model = in_mode(wrapped, mode)
-    wrong = []
     for loss in LOSSES:
-        expected = _mean_of_ranks(loss, world_size)
+        expected = _mean_of_ranks(loss, dist.get_world_size())
         for time in range(2):
             wrapped.zero_grad()
             loss(model, examples(rank)[0]).backward()
-            names = different(whole_gradients(wrapped), expected)
-            wrong += [f"{loss.__name__}, time {time}: {name}" for name in names]
-    return wrong
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_loss_over_several_forwards(ranks: RankPool, mode: str) -> None:
-    assert ranks.run(_several_forwards, 2, mode) == [[], []]
+            assert different(whole_gradients(wrapped), expected) == [], (loss.__name__, time)
 
 
 # -- several losses over one forward ---------------------------------------------------------------
@@ -174,21 +158,14 @@ def _of_each_task(model: nn.Module, run: nn.Module, rank: int, size: int) -> lis
     return found
 
 
-def _tasks(rank: int, world_size: int, mode: str) -> list[str]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_whole_gradients_of_each_task(rank: int, mode: str) -> None:
     plain, sharded = make_classifier(), shard(make_classifier())
-    expected = _of_each_task(plain, plain, 0, world_size)
-    try:
-        got = _of_each_task(sharded, in_mode(sharded, mode), rank, 1)
-    except RuntimeError as error:
-        return [str(error)]
-    return [
-        name for one, other in zip(got, expected, strict=True) for name in different(one, other)
-    ]
-
-
-@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
-def test_whole_gradients_of_each_task(ranks: RankPool, mode: str) -> None:
-    assert ranks.run(_tasks, 2, mode) == [[], []]
+    expected = _of_each_task(plain, plain, 0, dist.get_world_size())
+    got = _of_each_task(sharded, in_mode(sharded, mode), rank, 1)
+    for one, other in zip(got, expected, strict=True):
+        assert different(one, other) == []
 
 
 # -- a second model that follows the first ---------------------------------------------------------
@@ -215,21 +192,6 @@ def _follow(
     return losses
 
 
-def _teacher(rank: int, world_size: int, mode: str, freeze: str) -> tuple[Any, Any]:
-    plain, frozen = make_classifier(), make_classifier().requires_grad_(False)
-    reference = DistributedDataParallel(plain)
-    expected = _follow(plain, frozen, rank, reference, frozen)
-    student = shard(make_classifier())
-    if freeze == "before wrapping":
-        teacher = shard(make_classifier().requires_grad_(False))
-    else:
-        teacher = copy.deepcopy(student)
-        if freeze == "a copy":
-            teacher.requires_grad_(False)
-    run, run_teacher = in_mode(student, mode), in_mode(teacher, mode)
-    return expected, _follow(student, teacher, rank, run, run_teacher)
-
-
 @pytest.mark.parametrize(
     ("mode", "freeze"),
     [
@@ -242,6 +204,16 @@ def _teacher(rank: int, world_size: int, mode: str, freeze: str) -> tuple[Any, A
         ("eager", "a copy"),
     ],
 )
-def test_a_teacher_that_follows(ranks: RankPool, mode: str, freeze: str) -> None:
-    for expected, got in ranks.run(_teacher, 2, mode, freeze):
-        assert got == pytest.approx(expected, rel=1e-5)
+@on_ranks(2)
+def test_a_teacher_that_follows(rank: int, mode: str, freeze: str) -> None:
+    plain, frozen = make_classifier(), make_classifier().requires_grad_(False)
+    expected = _follow(plain, frozen, rank, DistributedDataParallel(plain), frozen)
+    student = shard(make_classifier())
+    if freeze == "before wrapping":
+        teacher = shard(make_classifier().requires_grad_(False))
+    else:
+        teacher = copy.deepcopy(student)
+        if freeze == "a copy":
+            teacher.requires_grad_(False)
+    got = _follow(student, teacher, rank, in_mode(student, mode), in_mode(teacher, mode))
+    assert got == pytest.approx(expected, rel=1e-5)
