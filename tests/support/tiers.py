@@ -215,7 +215,6 @@ REPEATED: tuple[str, ...] = (
     "wrap/test_features.py::test_frozen_parameters[hooks]",
     "wrap/test_features.py::test_ignored[hooks]",
     "wrap/test_features.py::test_parameters_tied_across_units[hooks]",
-    "wrap/test_features.py::test_two_forwards_one_backward[hooks]",
     "wrap/test_leaks.py::test_compiled_models_that_are_gone_leave_nothing[*]",
     "wrap/test_matrix.py::test_on_two_ranks[graph]",
     "wrap/test_modes.py::test_aot_eager_equals_ddp[hooks-ShardingStrategy.SHARD_GRAD_OP]",

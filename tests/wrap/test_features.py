@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp.wrap as upstream_wrap
-from loops import different, gradients, whole_gradients
+from loops import gradients, whole_gradients
 from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
 from modes import MODES, in_mode
 from pool import on_ranks
@@ -210,16 +210,6 @@ def test_no_grad_eval_and_abandoned_forwards(rank: int, mode: str) -> None:
     model.train()
     loss_of(model, batch(rank, 0)).backward()
     assert _num_allocated(wrapped) == 0
-
-
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(2)
-def test_two_forwards_one_backward(rank: int, mode: str) -> None:
-    plain, wrapped = make_transformer(num_blocks=2), wrap(make_transformer(num_blocks=2))
-    for net in (plain, in_mode(wrapped, mode)):
-        loss = loss_of(net, batch(0, 0)) + loss_of(net, batch(0, 1))
-        loss.backward()
-    assert different(whole_gradients(wrapped), gradients(plain)) == []
 
 
 # -- construction ----------------------------------------------------------------------------------
