@@ -162,9 +162,8 @@ def _assert_equals_ddp(
 
 
 def _assert_equal_ddp_as_inside(classes: list[Any], rank: int, mode: str) -> None:
-    """Bitwise on two ranks. The collectives are those of checkpoints inside, and so is the number
-    of graphs: what the root computes is compiled, too.
-    """
+    """Compare bitwise with DDP; collectives and the number of graphs equal those of checkpoints
+    inside units, so what the root computes is compiled, too."""
     inside = _assert_equals_ddp(_inside, rank, mode)
     for cls in classes:
         found = _assert_equals_ddp(cls, rank, mode)

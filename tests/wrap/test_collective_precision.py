@@ -41,7 +41,7 @@ ERROR = {"bfloat16": 2**-8, "float8": 2**-4, "int8": 1 / 254, "int4": 1 / 14}
 
 
 def _exact_gradients(rank: int, *steps: int) -> dict[str, torch.Tensor]:
-    """Means over ranks, which no format has rounded."""
+    """Means over ranks that no format has rounded."""
     plain = make_transformer(num_blocks=2)
     for step in steps:
         loss_of(plain, batch(rank, step)).backward()
@@ -101,7 +101,7 @@ def test_ranks_see_equal_parameters_and_keep_exact_ones(rank: int, name: Any) ->
 )
 @on_ranks(3)
 def test_gradients_are_means_of_what_arrived(rank: int, name: Any, mode: str) -> None:
-    """Each is as exact as the largest gradient of its unit on any rank allows."""
+    """The error is bounded by the largest gradient of the unit on any rank."""
     own = make_transformer(num_blocks=2)
     loss_of(own, batch(rank, 0)).backward()
     largest: dict[str, torch.Tensor] = {}

@@ -82,7 +82,7 @@ def test_events_are_the_wrappers(rank: int, mode: str) -> None:
 
 @on_ranks(2)
 def test_order_is_that_of_modules(rank: int) -> None:
-    """Of nested units and their parameters, by the wrapper, by a policy and by hand."""
+    """Nested units and their parameters; by the wrapper, by a policy and one by one."""
     classes = (Block, nn.LayerNorm)
     policy = ModuleWrapPolicy({*classes})
     by_hand = make_transformer(num_blocks=2)
@@ -199,7 +199,7 @@ def test_the_module_stays_the_users(rank: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_whole_parameters(rank: int, mode: str) -> None:
-    """Between two steps of a model without a wrapper."""
+    """``summon_full_params`` of a model without a wrapper, between two steps."""
     plain = make_transformer(num_blocks=2)
     model = fully_shard(make_transformer(num_blocks=2), policy=POLICY)
     run = in_mode(model, mode)
@@ -286,23 +286,22 @@ def test_unshard_and_reshard_by_hand(rank: int) -> None:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Overriding:
-    """A ``MixedPrecisionPolicy`` of torch 2.15: biases compute in another dtype."""
+@dataclass(frozen=True)
+class _Overriding(MixedPrecisionPolicy):
+    """``MixedPrecisionPolicy`` of torch 2.15: biases compute in another dtype."""
 
-    param_dtype: torch.dtype
-    wanted: torch.dtype
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
+    wanted: torch.dtype | None = None
 
-    def param_dtype_override_fn(self, param: nn.Parameter) -> torch.dtype | None:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "param_dtype_override_fn", self._override)
+
+    def _override(self, param: nn.Parameter) -> torch.dtype | None:
         return self.wanted if param.ndim == 1 else None
 
 
 @on_ranks(2)
 def test_arguments(rank: int) -> None:
-    """How upstream's spellings are read."""
+    """Arguments of FSDP2 choose the strategy, the dtypes and what is ignored."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (1, 2))
     for kwargs, strategy in (

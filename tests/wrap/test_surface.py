@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -21,7 +23,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_dynamo
 import fsdp_dynamo.wrap
-from fsdp_dynamo import FSDP, FSDPStateError, FSDPTypeError, TrainingState, UnsupportedError
+from fsdp_dynamo import (
+    FSDP,
+    FSDPStateError,
+    FSDPTypeError,
+    TrainingState,
+    UnsupportedError,
+    fully_shard,
+)
+from fsdp_dynamo.api import Arguments
 from fsdp_dynamo.module_tree import plain_fqn
 
 Library = Any
@@ -34,7 +44,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", ["wrap", "api", "fully_sharded_data_parallel"])
 def test_names_stand_for_one_object(name: str) -> None:
-    """Wherever upstream's scripts import them from."""
+    """A public name is the same object in every module that exports it."""
     module = import_module(f"fsdp_dynamo.{name}")
     shared = [n for n in module.__all__ if hasattr(fsdp_dynamo, n) and n != "wrap"]
     assert shared
@@ -303,3 +313,23 @@ def test_a_group_smaller_than_the_world(rank: int) -> None:
     if rank < 2:
         assert norms[1] == pytest.approx(norms[0])
         assert different(states[1], states[0]) == []
+
+
+def test_constructors_and_arguments_agree() -> None:
+    """Each argument is a parameter of both constructors, with the same default."""
+    wrapper = inspect.signature(FSDP.__init__).parameters
+    composable = inspect.signature(fully_shard).parameters
+    renamed = {
+        "auto_wrap_policy": "policy",
+        "device_mesh": "mesh",
+        "sharding_strategy": "strategy",
+    }
+    only_there = {"shard_placement_fn"}
+    only_here = {"limit_all_gathers"}
+    names = {field.name for field in dataclasses.fields(Arguments)}
+    assert names - only_there == set(wrapper) - {"self", "module", "use_orig_params"}
+    ours = {renamed.get(name, name) for name in names - only_here}
+    fsdp2s = {"reshard_after_forward", "mp_policy", "offload_policy", "ignored_params"}
+    assert ours == set(composable) - {"module"} - fsdp2s
+    for name in names - only_here - only_there:
+        assert wrapper[name].default == composable[renamed.get(name, name)].default, name
