@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from fsdp_dynamo import FSDP
@@ -79,6 +80,16 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     with FSDP.summon_full_params(model, with_grads=True):
         named = model.named_parameters()
         return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a DTensor, any other tensor as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients by name; the full ones where they are DTensors, of whatever library."""
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def different(

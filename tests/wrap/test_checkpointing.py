@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loops import different, gradients, whole_gradients
 from models import Transformer, batch, ddp_losses, loss_of, make_transformer, train, wrap
 from modes import in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed._composable.fsdp import fully_shard
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -88,13 +89,6 @@ def _steps(
     return losses, sum(profile.peak_bytes.values()), profile.counts()
 
 
-def _compare(rank: int, world_size: int, mode: str, selective: bool, autocast: bool) -> Any:
-    reference = _fsdp2(selective)
-    expected = _steps(reference, reference, rank, autocast)
-    wrapped = wrap(_checkpointed(selective))
-    return expected, _steps(in_mode(wrapped, mode), wrapped, rank, autocast)
-
-
 @pytest.mark.parametrize(
     ("mode", "selective", "autocast"),
     [
@@ -107,18 +101,20 @@ def _compare(rank: int, world_size: int, mode: str, selective: bool, autocast: b
         ("graph", False, True),
     ],
 )
-def test_against_fsdp2(ranks: RankPool, mode: str, selective: bool, autocast: bool) -> None:
+@on_ranks(2)
+def test_against_fsdp2(rank: int, mode: str, selective: bool, autocast: bool) -> None:
     """The same losses, no surplus all-gathers, and a peak at most 5 % higher, beside messages in
     which small parameters are packed: in graph mode those of a gather and of a reduction."""
+    reference = _fsdp2(selective)
+    losses, peak, counts = _steps(reference, reference, rank, autocast)
+    wrapped = wrap(_checkpointed(selective))
+    own_losses, own_peak, own_counts = _steps(in_mode(wrapped, mode), wrapped, rank, autocast)
+    assert own_losses == pytest.approx(losses, rel=1e-2 if autocast else 1e-5)
+    assert own_counts["all_gather"] <= min(counts["all_gather"], 2 * NUM_BLOCKS + 1)
     blocks = _checkpointed(selective).blocks
     message = max(sum(4 * param.numel() for param in block.parameters()) for block in blocks)
     num_messages = 2 if mode == "graph" else 1
-    results = ranks.run(_compare, 2, mode, selective, autocast)
-    for (losses, peak, counts), (got, own_peak, own) in results:
-        assert got == pytest.approx(losses, rel=1e-2 if autocast else 1e-5)
-        assert own["all_gather"] <= counts["all_gather"]
-        assert own["all_gather"] <= 2 * NUM_BLOCKS + 1
-        assert own_peak <= 1.05 * peak + num_messages * message
+    assert own_peak <= 1.05 * peak + num_messages * message
 
 
 class _Segments(nn.Module):
@@ -162,34 +158,6 @@ def _set_checkpointing(model: nn.Module, is_on: bool) -> None:
             module.is_on = is_on
 
 
-def _segments(
-    rank: int, world_size: int, cls: type[_Segments], mode: str, pattern: list[bool], apart: bool
-) -> Any:
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(6, 6), cls(), cls())
-    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Segments}))
-    net = in_mode(model, mode)
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
-    wrong, backwards = [], []
-    for is_on in pattern:
-        _set_checkpointing(model, is_on != (apart and rank == 1))
-        plain(x).sum().backward()
-        with record_events() as log:
-            net(x).sum().backward()
-        keys = log.keys("all_gather", "reduce_scatter")
-        backwards.append([key[:2] for key in keys if key[2] == "backward"])
-        with FSDP.summon_full_params(model, with_grads=True):
-            grads = zip(model.named_parameters(), plain.parameters(), strict=True)
-            for (name, param), reference in grads:
-                if reference.grad is None or param.grad is None:
-                    is_right = reference.grad is param.grad
-                else:
-                    is_right = torch.allclose(param.grad, reference.grad, 1e-5, 1e-6)
-                if not is_right:
-                    wrong.append(name)
-    return wrong, backwards
-
-
 _ORDER = [
     ("all_gather", "2"),
     ("all_gather", "1"),
@@ -202,20 +170,35 @@ _ORDER = [
 @pytest.mark.parametrize("cls", [_Segments, _AllInSegments, _Branches])
 @pytest.mark.parametrize("mode", ["eager", "hooks"])
 @pytest.mark.parametrize("apart", [False, True])
+@on_ranks(2)
 def test_reentrant_segments_of_a_unit(
-    ranks: RankPool, cls: type[_Segments], mode: str, apart: bool
+    rank: int, apart: bool, mode: str, cls: type[_Segments]
 ) -> None:
     """One reduction, one gather, also where checkpointing differs by step, or by rank."""
-    pattern = [True, True, False, False, True]
-    for wrong, backwards in ranks.run(_segments, 2, cls, mode, pattern, apart):
-        assert wrong == []
-        assert backwards == [_ORDER] * len(pattern)
+    _assert_segments_are_right(rank, cls, mode, [True, True, False, False, True], apart)
 
 
-def test_checkpointing_begins_in_a_later_step(ranks: RankPool) -> None:
-    for wrong, backwards in ranks.run(_segments, 2, _Segments, "eager", [False, True], False):
-        assert wrong == []
-        assert backwards == [_ORDER] * 2
+@on_ranks(2)
+def test_checkpointing_begins_in_a_later_step(rank: int) -> None:
+    _assert_segments_are_right(rank, _Segments, "eager", [False, True])
+
+
+def _assert_segments_are_right(
+    rank: int, cls: type[_Segments], mode: str, pattern: list[bool], apart: bool = False
+) -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(6, 6), cls(), cls())
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Segments}))
+    net = in_mode(model, mode)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
+    for is_on in pattern:
+        _set_checkpointing(model, is_on != (apart and rank == 1))
+        plain(x).sum().backward()
+        with record_events() as log:
+            net(x).sum().backward()
+        keys = log.keys("all_gather", "reduce_scatter")
+        assert [key[:2] for key in keys if key[2] == "backward"] == _ORDER
+        assert different(whole_gradients(model), gradients(plain), rtol=1e-5) == []
 
 
 class _Routed(nn.Module):
@@ -230,40 +213,19 @@ class _Routed(nn.Module):
         return y + self.routed(x) if dist.get_rank() else y
 
 
-def _routed(rank: int, world_size: int) -> list[tuple[str, str, str]]:
+@on_ranks(2)
+def test_ranks_that_use_other_layers_reduce_in_one_order(rank: int) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 6), _Routed(), _Routed(), _Routed())
     sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({_Routed}))
     with record_events() as log:
         sharded(torch.ones(3, 6)).sum().backward()
-    return log.keys("all_gather", "reduce_scatter")
-
-
-def test_ranks_that_use_other_layers_reduce_in_one_order(ranks: RankPool) -> None:
-    first, second = ranks.run(_routed, 2)
-    assert first == second
+    keys: list[Any] = [None, None]
+    dist.all_gather_object(keys, log.keys("all_gather", "reduce_scatter"))
+    assert keys[0] == keys[1]
 
 
 # -- against DDP without checkpointing -----------------------------------------------------------
-
-
-def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, mode: str) -> Any:
-    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    expected, _ = ddp_losses(rank, num_blocks=3)
-    model = make_transformer(num_blocks=3)
-    if outside:
-        wrapped = wrap(model)
-        for i in range(3):
-            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
-    else:
-        for i in range(3):
-            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
-        wrapped = wrap(model)
-    net = in_mode(wrapped, mode)
-    got, _ = train(net, rank)
-    with record_events() as log:
-        loss_of(net, batch(rank, 0)).backward()
-    return expected, got, len(log.keys("all_gather")), len(log.keys("reduce_scatter"))
 
 
 @pytest.mark.parametrize(
@@ -276,10 +238,21 @@ def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, mode: s
         (False, False, "graph"),
     ],
 )
-def test_activation_checkpointing(
-    ranks: RankPool, outside: bool, reentrant: bool, mode: str
-) -> None:
+@on_ranks(2)
+def test_activation_checkpointing(rank: int, outside: bool, reentrant: bool, mode: str) -> None:
     """Same losses, and no surplus collectives: 3 blocks twice, the root once."""
-    for expected, got, gathers, reduces in ranks.run(_trained, 2, outside, reentrant, mode):
-        assert got == pytest.approx(expected, rel=1e-6)
-        assert (gathers, reduces) == (7, 4)
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    model = make_transformer(num_blocks=3)
+    blocks = model.blocks
+    if outside:
+        wrapped = wrap(model)
+    for i in range(3):
+        blocks[i] = checkpoint_wrapper(blocks[i], checkpoint_impl=impl)
+    if not outside:
+        wrapped = wrap(model)
+    net = in_mode(wrapped, mode)
+    expected, _ = ddp_losses(rank, num_blocks=3)
+    assert train(net, rank)[0] == pytest.approx(expected, rel=1e-6)
+    with record_events() as log:
+        loss_of(net, batch(rank, 0)).backward()
+    assert (len(log.keys("all_gather")), len(log.keys("reduce_scatter"))) == (7, 4)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from loops import different, error_of, whole_gradients
+from loops import different, error_of, fit_squares, gradients, whole_gradients
 from models import VOCABULARY, Block, Transformer, batch, loss_of
 from modes import INDUCTOR_MODES, MODES, in_mode
-from pool import RankPool, on_ranks
+from pool import on_ranks
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -145,83 +145,63 @@ def _run(net: nn.Module, owner: nn.Module, rank: int) -> tuple[list[float], list
     return losses, sorted(log.keys("all_gather", "reduce_scatter"))
 
 
-def _beside_ddp(cls: Any, rank: int, mode: str, **options: bool) -> dict[str, Any]:
+def _assert_equals_ddp(
+    cls: Any, rank: int, mode: str, rel: float = 0.0, **options: bool
+) -> tuple[list[Any], int]:
+    """Returns the collectives of a step, and the number of graphs."""
     plain, other = _make(cls), _make(cls)
     expected, _ = _run(DistributedDataParallel(plain), plain, rank)
     model = _wrap(other)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    losses, keys = _run(in_mode(model, mode, **options), model, rank)
-    grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    return {
-        "losses": (losses, expected),
-        "gradients": different(whole_gradients(model), grads),
-        "collectives": keys,
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-    }
+    losses, collectives = _run(in_mode(model, mode, **options), model, rank)
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert losses == pytest.approx(expected, rel=rel, abs=0), cls
+    assert different(whole_gradients(model), gradients(plain)) == [], cls
+    return collectives, num_graphs
 
 
-def _compare(rank: int, world_size: int, mode: str, classes: list[Any]) -> dict[str, Any]:
-    return {cls.__name__: _beside_ddp(cls, rank, mode) for cls in classes}
-
-
-def _check(found: dict[str, Any], mode: str) -> None:
-    """Bitwise on two ranks. The collectives are those of checkpoints inside, and so is the number
-    of graphs: what the root computes is compiled, too.
-    """
-    for name, result in found.items():
-        losses, expected = result["losses"]
-        assert (name, losses, result["gradients"]) == (name, expected, [])
-        if mode != "eager" and name != "_Counting":  # eager counts recomputation as forward
-            assert (name, result["collectives"]) == (name, found["_inside"]["collectives"])
-            assert (name, result["graphs"]) == (name, found["_inside"]["graphs"])
+def _assert_equal_ddp_as_inside(classes: list[Any], rank: int, mode: str) -> None:
+    """Compare bitwise with DDP; collectives and the number of graphs equal those of checkpoints
+    inside units, so what the root computes is compiled, too."""
+    inside = _assert_equals_ddp(_inside, rank, mode)
+    for cls in classes:
+        found = _assert_equals_ddp(cls, rank, mode)
+        if mode != "eager" and cls is not _Counting:  # eager counts recomputation as forward
+            assert found == inside, cls
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_equals_ddp(ranks: RankPool, mode: str) -> None:
-    for found in ranks.run(_compare, 2, mode, [_inside, _Around, _More]):
-        _check(found, mode)
+@on_ranks(2)
+def test_equals_ddp(rank: int, mode: str) -> None:
+    _assert_equal_ddp_as_inside([_Around, _More], rank, mode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_other_forms_equal_ddp(ranks: RankPool, mode: str) -> None:
-    classes = [_inside, _Reentrant, _Selective]
-    if mode != "graph":  # refused by Dynamo itself
-        classes.append(_Counting)
-    for found in ranks.run(_compare, 2, mode, classes):
-        _check(found, mode)
-
-
-def _with_regions(rank: int, world_size: int) -> dict[str, Any]:
-    return _beside_ddp(_Around, rank, "graph", regions=True)
-
-
-@pytest.mark.slow
-def test_with_regions(ranks: RankPool) -> None:
-    for result in ranks.run(_with_regions, 2):
-        losses, expected = result["losses"]
-        assert (losses, result["gradients"]) == (expected, [])
+@on_ranks(2)
+def test_other_forms_equal_ddp(rank: int, mode: str) -> None:
+    of_no_graph = [] if mode == "graph" else [_Counting]  # refused by Dynamo itself
+    _assert_equal_ddp_as_inside([_Reentrant, _Selective, *of_no_graph], rank, mode)
+    if mode == "graph":
+        _assert_equals_ddp(_Around, rank, mode, regions=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hooks-inductor", "graph-inductor"])
-def test_inductor_equals_ddp(ranks: RankPool, mode: str) -> None:
-    for found in ranks.run(_compare, 2, mode, [_Around, _More, _Nested], timeout=500):
-        for name, result in found.items():
-            losses, expected = result["losses"]
-            if name != "_More":  # other random numbers
-                assert (name, losses) == (name, pytest.approx(expected, rel=1e-5))
-                assert (name, result["gradients"]) == (name, [])
+@on_ranks(2, timeout=500)
+def test_inductor_equals_ddp(rank: int, mode: str) -> None:
+    for cls in (_Around, _Nested):
+        _assert_equals_ddp(cls, rank, mode, rel=1e-5)
+    model = _wrap(_make(_More))  # draws other random numbers than DDP
+    _run(in_mode(model, mode), model, rank)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nested_units(ranks: RankPool, mode: str) -> None:
+@on_ranks(2)
+def test_nested_units(rank: int, mode: str) -> None:
     """A unit that is called twice is recomputed after its first backward."""
-    for found in ranks.run(_compare, 2, mode, [_Nested]):
-        losses, expected = found["_Nested"]["losses"]
-        assert losses == pytest.approx(expected, rel=1e-6)  # one gradient is a sum of two
-        assert found["_Nested"]["gradients"] == []
+    _assert_equals_ddp(_Nested, rank, mode, rel=1e-6)  # one gradient is a sum of two
 
 
 class _Branching(Transformer):
@@ -232,16 +212,13 @@ class _Branching(Transformer):
         return self.head(self.norm(x)) * self.scale
 
 
-def _branch(rank: int, world_size: int, mode: str) -> str:
-    model = _wrap(_Branching(num_blocks=1))
-    return error_of(lambda: in_mode(model, mode)(batch(rank, 0)))
-
-
 @pytest.mark.parametrize("mode", ["hooks", "graph"])
-def test_a_unit_in_a_branch_is_refused(ranks: RankPool, mode: str) -> None:
-    for message in ranks.run(_branch, 2, mode):
-        assert "expected a unit called where it runs once a step" in message
-        assert "in the body of the operator cond" in message
+@on_ranks(2)
+def test_a_unit_in_a_branch_is_refused(rank: int, mode: str) -> None:
+    model = _wrap(_Branching(num_blocks=1))
+    message = error_of(lambda: in_mode(model, mode)(batch(rank, 0)))
+    assert "expected a unit called where it runs once a step" in message
+    assert "in the body of the operator cond" in message
 
 
 # -- buffers that a checkpointed body changes ------------------------------------------------------
@@ -276,36 +253,27 @@ def _make_normed(checkpointed: bool) -> nn.Sequential:
     return model
 
 
-def _normed_steps(net: nn.Module, model: nn.Module) -> tuple[list[float], dict[str, Any]]:
-    """The same batches on all ranks, so DDP's exchange of statistics makes no difference."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _assert_steps_equal_ddps(model: nn.Module, run: nn.Module, plain: nn.Module) -> None:
+    """Losses and buffers of three steps. The batches are the same on all ranks, so DDP's exchange
+    of statistics makes no difference."""
     losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = net(torch.randn(5, 4, generator=torch.Generator().manual_seed(step))).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: buffer.tolist() for name, buffer in model.named_buffers()}
-
-
-def _normed(rank: int, world_size: int, mode: str, checkpointed: bool) -> Any:
-    plain = _make_normed(False)
-    expected = _normed_steps(DistributedDataParallel(plain), plain)
-    model = FSDP(_make_normed(checkpointed), auto_wrap_policy=ModuleWrapPolicy({_Normed}))
-    return expected, _normed_steps(in_mode(model, mode), model)
+    for net, owner in ((DistributedDataParallel(plain), plain), (run, model)):
+        optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
+        losses.append(fit_squares(net, optimizer, (5, 4), range(3)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    buffers = dict(model.named_buffers())
+    assert different(buffers, dict(plain.named_buffers()), rtol=1e-5) == []
 
 
 @pytest.mark.parametrize("mode", ["graph", pytest.param("graph-inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpointed", [True, False])
+@on_ranks(2)
 def test_a_buffer_that_changes_is_recomputed_from_as_it_was(
-    ranks: RankPool, mode: str, checkpointed: bool
+    rank: int, checkpointed: bool, mode: str
 ) -> None:
     """And changes once a step, as under torch.compile, as if there were no checkpoint."""
-    for expected, (losses, buffers) in ranks.run(_normed, 2, mode, checkpointed):
-        assert losses == pytest.approx(expected[0], rel=1e-5)
-        for name, values in expected[1].items():
-            assert buffers[name] == pytest.approx(values, rel=1e-5), name
+    model = FSDP(_make_normed(checkpointed), auto_wrap_policy=ModuleWrapPolicy({_Normed}))
+    _assert_steps_equal_ddps(model, in_mode(model, mode), _make_normed(False))
 
 
 class _Unit(nn.Sequential):
@@ -322,45 +290,33 @@ class _Stage(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def _statistics_beside_units(rank: int, world_size: int, mode: str) -> Any:
-    def make() -> nn.Sequential:
-        torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(4, 4), _Stage(), _Stage(), nn.Linear(4, 3))
-
-    plain = make()
-    expected = _normed_steps(DistributedDataParallel(plain), plain)
-    model = FSDP(make(), auto_wrap_policy=ModuleWrapPolicy({_Unit}))
-    return expected, _normed_steps(in_mode(model, mode), model)
-
-
 @pytest.mark.parametrize("mode", ["eager", "hooks"])
-def test_statistics_beside_units(ranks: RankPool, mode: str) -> None:
+@on_ranks(2)
+def test_statistics_beside_units(rank: int, mode: str) -> None:
     """They change twice a step, in the recomputation too, as under DDP."""
-    for expected, (losses, buffers) in ranks.run(_statistics_beside_units, 2, mode):
-        assert losses == pytest.approx(expected[0], rel=1e-5)
-        for name, values in expected[1].items():
-            assert buffers[name] == pytest.approx(values, rel=1e-5), name
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(4, 4), _Stage(), _Stage(), nn.Linear(4, 3))
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Unit}))
+    _assert_steps_equal_ddps(model, in_mode(model, mode), plain)
 
 
-def _changed_input(rank: int, world_size: int) -> str:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unit = _Unit(nn.Linear(4, 4))
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = _Unit(nn.Linear(4, 4))
 
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return checkpoint(lambda y, m: self.unit(y * m), x, mask, use_reentrant=False)
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y, m: self.unit(y * m), x, mask, use_reentrant=False)
 
-    model = FSDP(Masked(), auto_wrap_policy=ModuleWrapPolicy({_Unit}))
+
+@on_ranks(2)
+def test_an_input_that_the_user_changes_is_noticed(rank: int) -> None:
+    model = FSDP(_Masked(), auto_wrap_policy=ModuleWrapPolicy({_Unit}))
     mask = torch.ones(4)
     loss = in_mode(model, "hooks")(torch.ones(2, 4, requires_grad=True), mask).sum()
     mask.zero_()
-    return error_of(loss.backward)
-
-
-def test_an_input_that_the_user_changes_is_noticed(ranks: RankPool) -> None:
-    for error in ranks.run(_changed_input, 2):
-        assert "modified by an inplace operation" in error
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -380,8 +336,7 @@ def test_inputs_made_to_require_gradients(rank: int, mode: str) -> None:
     loss_of(run, batch(rank, 0)).backward()
     for other in range(2):
         (loss_of(plain, batch(other, 0)) / 2).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    assert different(whole_gradients(model), expected) == []
+    assert different(whole_gradients(model), gradients(plain)) == []
     with torch.no_grad():
         torch.testing.assert_close(run(batch(rank, 0)), model(batch(rank, 0)))
 
@@ -407,4 +362,4 @@ def test_saved_tensor_hooks_around_a_step(rank: int, is_graph: bool, mode: str) 
         with torch.autograd.graph.saved_tensors_hooks(*pair):
             loss = run(x).square().sum()
         loss.backward()
-    assert different(whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}) == []
+    assert different(whole_gradients(model), gradients(plain)) == []

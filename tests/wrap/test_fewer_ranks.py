@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as upstream
-from loops import error_of
 from models import Transformer, batch, loss_of, make_transformer
 from modes import in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_dynamo
-from fsdp_dynamo import FSDP, FSDPModule, record_events
+from fsdp_dynamo import FSDP, FSDPError, FSDPModule, FSDPValueError, record_events
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.process_groups import part_of
 
@@ -60,35 +59,33 @@ def _checkpointed(model: Transformer) -> None:
         block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)  # type: ignore[method-assign]
 
 
-def _beside(rank: int, world_size: int) -> list[str]:
-    wrong = []
-    for low in (False, True):
-        theirs = _model(upstream, low=low)
-        expected = _train(theirs, theirs, rank)
-        for case in ("eager", "hooks", "checkpointed", "copied", "by hand"):
-            ours = _model(fsdp_dynamo, low=low)
-            if case == "checkpointed":
-                _checkpointed(ours)
-            if case == "copied":
-                ours = copy.deepcopy(ours)
-            run = in_mode(ours, "hooks" if case == "hooks" else "eager")
-            got = _train(ours, run, rank, by_hand=case == "by hand")
-            for one, other in zip(got, expected, strict=True):
-                rtol, atol = (2e-2, 2e-3) if low else (1e-4, 1e-6)
-                if not torch.allclose(one, other, rtol, atol):
-                    wrong.append(f"{case}, low={low}")
-                    break
-    return wrong
+@pytest.mark.parametrize("low", [False, True])
+@on_ranks(4)
+def test_equals_torchs(rank: int, low: bool) -> None:
+    theirs = _model(upstream, low=low)
+    expected = _train(theirs, theirs, rank)
+    for case in ("eager", "hooks", "checkpointed", "copied", "by hand"):
+        ours = _model(fsdp_dynamo, low=low)
+        if case == "checkpointed":
+            _checkpointed(ours)
+        if case == "copied":
+            ours = copy.deepcopy(ours)
+        run = in_mode(ours, "hooks" if case == "hooks" else "eager")
+        got = _train(ours, run, rank, by_hand=case == "by hand")
+        rtol, atol = (2e-2, 2e-3) if low else (1e-4, 1e-6)
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, msg=case)
 
 
-def test_equals_torchs(ranks: RankPool) -> None:
-    for wrong in ranks.run(_beside, 4):
-        assert wrong == []
+def _kept(model: Any) -> int:
+    """Number of pieces that are kept between forward and backward."""
+    units = model._fsdp_root.units
+    return sum(flat.kept_shard is not None for unit in units for flat in unit.flats)
 
 
-def _counts(rank: int, world_size: int, num_ranks: int | bool, hybrid: bool) -> tuple[Any, ...]:
-    """Of the blocks in a step: gathers by phase and group, kept elements, and peak bytes."""
-    mesh = init_device_mesh("cpu", (2, 4)) if hybrid else None
+def _assert_gathers(
+    rank: int, num_ranks: int | bool, kept: float, in_backward: str, mesh: Any = None
+) -> None:
+    """Part of a block that is kept, and the group of the blocks' gathers in the backward."""
     model = _model(fsdp_dynamo, num_ranks, mesh=mesh)
     unit = model.blocks[0]._fsdp_unit
     group = unit.config.groups.shard
@@ -97,79 +94,56 @@ def _counts(rank: int, world_size: int, num_ranks: int | bool, hybrid: bool) -> 
     groups = {"all": group, "few": part_of(group, 2)}
     before = {name: len(collective_log.recent(one, 1000)) for name, one in groups.items()}
     loss = loss_of(model, batch(rank, 1))
-    kept = sum(flat.kept_shard.tensor.numel() for flat in unit.flats if flat.kept_shard is not None)
+    kept_shards = [flat.kept_shard for flat in unit.flats if flat.kept_shard is not None]
+    kept_numel = sum(shard.tensor.numel() for shard in kept_shards)
+    padded_numel = sum(flat.layout.padded_numel for flat in unit.flats)
+    assert kept_numel == kept * padded_numel
     with record_events() as events:
         loss.backward()
-    left = [
-        flat for one in model._fsdp_root.units for flat in one.flats if flat.kept_shard is not None
-    ]
+    assert _kept(model) == 0
     used = Counter(
         (name, entry.use)
         for name, one in groups.items()
         for entry in collective_log.recent(one, 1000)[before[name] :]
         if entry.kind == "all_gather" and entry.label.startswith("blocks")
     )
-    padded = sum(flat.layout.padded_numel for flat in unit.flats)
-    gathered = sum(e.num_bytes for e in events if e.kind == "all_gather")
-    return used, kept / padded, len(left), gathered / (4 * padded)
+    assert used == {("all", "forward"): BLOCKS, (in_backward, "backward"): BLOCKS}
+    gathered = [e.num_bytes for e in events if e.kind == "all_gather" and e.unit]
+    assert sum(gathered) == BLOCKS * 4 * padded_numel
 
 
-def test_the_backward_gathers_among_few(ranks: RankPool) -> None:
-    for used, kept, left, gathered in ranks.run(_counts, 4, 2, False):
-        assert used == {("all", "forward"): BLOCKS, ("few", "backward"): BLOCKS}
-        assert (kept, left, gathered) == (0.5, 0, BLOCKS)
-    for used, kept, left, _ in ranks.run(_counts, 4, True, False):
-        assert used == {("all", "forward"): BLOCKS, ("all", "backward"): BLOCKS}
-        assert (kept, left) == (0, 0)
-
-
-def _kept(model: Any) -> int:
-    units = model._fsdp_root.units
-    return sum(flat.kept_shard is not None for unit in units for flat in unit.flats)
-
-
-def _states(rank: int, world_size: int) -> list[int]:
-    """Pieces that are kept: after an evaluation, a forward, another one, and with the setter."""
-    model = _model(fsdp_dynamo)
-    found = []
-    with torch.no_grad():
-        model(batch(rank, 0))
-    found.append(_kept(model))
-    loss_of(model, batch(rank, 0))
-    found.append(_kept(model))
-    with torch.no_grad():
-        model(batch(rank, 0))
-    found.append(_kept(model))
-    model.set_reshard_after_forward(True)
-    loss_of(model, batch(rank, 0)).backward()
-    found.append(_kept(model))
-    return found
-
-
-def test_what_is_kept(ranks: RankPool) -> None:
-    for found in ranks.run(_states, 4):
-        assert found == [0, BLOCKS, 0, 0]
-
-
-def _errors(rank: int, world_size: int) -> list[str]:
-    found = [error_of(lambda n=n: _model(fsdp_dynamo, n)) for n in (3, 0, -2, 8)]
-    model = _model(fsdp_dynamo)
-    run = in_mode(model, "graph")
-    return [*found, error_of(lambda: loss_of(run, batch(rank, 0)))]
-
-
-def test_errors(ranks: RankPool) -> None:
-    for *numbers, graph in ranks.run(_errors, 4):
-        for text in numbers:
-            assert text.startswith("FSDPValueError")
-            assert "a divisor of the number of shards, 4" in text
-        assert graph.startswith("CompileRefusedError")
-        assert "reshard_after_forward=<number of ranks>" in graph
-        assert "blocks.0" in graph
+@on_ranks(4)
+def test_the_backward_gathers_among_few(rank: int) -> None:
+    _assert_gathers(rank, 2, kept=0.5, in_backward="few")
+    _assert_gathers(rank, True, kept=0, in_backward="all")
 
 
 @pytest.mark.slow
-def test_hybrid(ranks: RankPool) -> None:
-    for used, kept, left, _ in ranks.run(_counts, 8, 2, True):
-        assert used == {("all", "forward"): BLOCKS, ("few", "backward"): BLOCKS}
-        assert (kept, left) == (0.5, 0)
+@on_ranks(8)
+def test_hybrid(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 4))
+    _assert_gathers(rank, 2, kept=0.5, in_backward="few", mesh=mesh)
+
+
+@on_ranks(4)
+def test_what_is_kept(rank: int) -> None:
+    """After an evaluation, a forward, an evaluation behind it, and a step with the setter."""
+    model = _model(fsdp_dynamo)
+    for with_grad, num_kept in ((False, 0), (True, BLOCKS), (False, 0)):
+        with torch.set_grad_enabled(with_grad):
+            loss_of(model, batch(rank, 0))
+        assert _kept(model) == num_kept
+    model.set_reshard_after_forward(True)
+    loss_of(model, batch(rank, 0)).backward()
+    assert _kept(model) == 0
+
+
+@on_ranks(4)
+def test_errors(rank: int) -> None:
+    for number in (3, 0, -2, 8):
+        with pytest.raises(FSDPValueError, match="a divisor of the number of shards, 4"):
+            _model(fsdp_dynamo, number)
+    run = in_mode(_model(fsdp_dynamo), "graph")
+    words = r"(?s)blocks\.0.*reshard_after_forward=<number of ranks>"
+    with pytest.raises(FSDPError, match=words):
+        loss_of(run, batch(rank, 0))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp as upstream
+from loops import gradients
 from models import Transformer, batch, loss_of, make_transformer
 from modes import in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 import fsdp_dynamo
-from fsdp_dynamo import FSDP
 
 Arguments = Callable[[Any, Transformer], dict[str, Any]]
 HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -69,51 +69,29 @@ def _shard(library: Any, arguments: Arguments) -> Any:
     return library.fully_shard(model, **given)
 
 
-def _whole(params: Iterable[tuple[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, param in params:
-        grad = param.grad
-        assert grad is not None, name
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
-    return found
-
-
-def _step(model: Any, run: nn.Module, rank: int) -> tuple[str, float, dict[str, torch.Tensor]]:
+def _step(model: Any, run: nn.Module, rank: int) -> tuple[torch.dtype, float, dict[str, Any]]:
     """The dtype of the output, the loss, and whole gradients."""
-    dtypes = []
-    handle = model.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
     with torch.no_grad():
-        dtypes.append(model(batch(rank, 9)).dtype)
-    handle.remove()
+        dtype = model(batch(rank, 9)).dtype
     loss = loss_of(run, batch(rank, 0))
     loss.backward()
-    if isinstance(model, fsdp_dynamo.FSDPModule):
-        with FSDP.summon_full_params(model, with_grads=True):
-            return str(dtypes[-1]), loss.item(), _whole(model.named_parameters())
-    return str(dtypes[-1]), loss.item(), _whole(model.named_parameters())
+    return dtype, loss.item(), gradients(model)
 
 
-def _beside(rank: int, world_size: int, modes: dict[str, tuple[str, ...]]) -> list[str]:
-    """What differs from torch's own, in any case and mode."""
-    wrong = []
-    for name, arguments in CASES.items():
-        theirs = _shard(upstream, arguments)
-        dtype, loss, grads = _step(theirs, theirs, rank)
-        rtol, atol = (2e-2, 2e-3) if name in LOW else (1e-4, 1e-6)
-        for mode in [mode for mode, cases in modes.items() if name in cases]:
-            ours = _shard(fsdp_dynamo, arguments)
-            own_dtype, own_loss, own = _step(ours, in_mode(ours, mode), rank)
-            if own_dtype != dtype or own_loss != pytest.approx(loss, rel=rtol):
-                wrong.append(f"{name} in {mode}: {own_dtype} {own_loss}, not {dtype} {loss}")
-            if own.keys() != grads.keys():
-                wrong.append(f"{name} in {mode}: {own.keys() ^ grads.keys()}")
-            for key, grad in own.items():
-                if not torch.allclose(grad, grads[key], rtol, atol):
-                    wrong.append(f"{name} in {mode}: gradient of {key}")
-    return wrong
-
-
-def test_equals_torchs(ranks: RankPool) -> None:
-    modes = {"eager": tuple(CASES), "hooks": COMPILED, "graph": COMPILED}
-    for wrong in ranks.run(_beside, 2, modes):
-        assert wrong == []
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        *(("eager", name) for name in CASES),
+        *(("hooks", name) for name in COMPILED),
+        *(("graph", name) for name in COMPILED),
+    ],
+)
+@on_ranks(2)
+def test_equals_torchs(rank: int, mode: str, name: str) -> None:
+    theirs, ours = _shard(upstream, CASES[name]), _shard(fsdp_dynamo, CASES[name])
+    dtype, loss, expected = _step(theirs, theirs, rank)
+    own_dtype, own_loss, got = _step(ours, in_mode(ours, mode), rank)
+    rtol, atol = (2e-2, 2e-3) if name in LOW else (1e-4, 1e-6)
+    assert own_dtype == dtype
+    assert own_loss == pytest.approx(loss, rel=rtol)
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as upstream
+from loops import different, gradients, whole_gradients
 from models import Block, average_gradients, batch, loss_of, make_transformer, train
 from modes import in_mode
-from pool import RankPool, on_ranks
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import fsdp_dynamo
 from benchmarks.streams.program import COMPUTING, Wait
@@ -26,23 +26,13 @@ from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 POLICY = ModuleWrapPolicy({Block})
 
 
-def _shard(library: Any, shape: tuple[int, ...], **given: Any) -> Any:
+def _shard(library: Any, shape: tuple[int, ...]) -> Any:
     names = ("replicas", "shards")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = make_transformer(num_blocks=2)
     for block in model.blocks:
-        library.fully_shard(block, mesh=mesh, **given)
-    return library.fully_shard(model, mesh=mesh, **given)
-
-
-def _grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    def whole(grad: Any) -> torch.Tensor | None:
-        return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
-    if not isinstance(model, fsdp_dynamo.FSDPModule):
-        return {name: whole(param.grad) for name, param in model.named_parameters()}
-    with FSDP.summon_full_params(model, with_grads=True):
-        return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        library.fully_shard(block, mesh=mesh)
+    return library.fully_shard(model, mesh=mesh)
 
 
 # -- settings and their gradients ------------------------------------------------------------------
@@ -139,63 +129,48 @@ CASES: dict[str, Steps] = {
 }
 
 
-def _differences(
-    name: str, mode: str, shape: tuple[int, ...], steps: Steps, rank: int
-) -> list[str]:
+def _assert_equal_torchs(mode: str, shape: tuple[int, ...], steps: Steps, rank: int) -> None:
     theirs, ours = _shard(upstream, shape), _shard(fsdp_dynamo, shape)
     steps(theirs, theirs, rank)
     steps(ours, in_mode(ours, mode), rank)
-    expected, got = _grads(theirs), _grads(ours)
-    return [
-        f"{name} in {mode}: {key}"
-        for key in expected
-        if not torch.allclose(got[key], expected[key], rtol=1e-4, atol=1e-6)
-    ]
-
-
-def _beside(rank: int, world_size: int, mode: str, names: tuple[str, ...]) -> list[str]:
-    return [one for name in names for one in _differences(name, mode, (2,), CASES[name], rank)]
+    assert different(whole_gradients(ours), gradients(theirs)) == []
 
 
 @pytest.mark.parametrize(
-    ("mode", "names"),
+    ("mode", "name"),
     [
-        ("eager", tuple(CASES)),
-        ("hooks", ("accumulated",)),
-        ("graph", ("divided",)),
-        pytest.param("hooks", ("kept", "prefetched"), marks=pytest.mark.slow),
-        pytest.param("graph", ("accumulated",), marks=pytest.mark.slow),
+        *(("eager", name) for name in CASES),
+        ("hooks", "accumulated"),
+        ("graph", "divided"),
+        pytest.param("hooks", "kept", marks=pytest.mark.slow),
+        pytest.param("hooks", "prefetched", marks=pytest.mark.slow),
+        pytest.param("graph", "accumulated", marks=pytest.mark.slow),
     ],
 )
-def test_gradients_equal_torchs(ranks: RankPool, mode: str, names: tuple[str, ...]) -> None:
-    for wrong in ranks.run(_beside, 2, mode, names):
-        assert wrong == []
+@on_ranks(2)
+def test_gradients_equal_torchs(rank: int, mode: str, name: str) -> None:
+    _assert_equal_torchs(mode, (2,), CASES[name], rank)
 
 
-def _replicas(rank: int, world_size: int) -> tuple[list[str], list[int]]:
-    """Gradients, and the all-reduces of a backward that leaves them out, then of another one."""
-    wrong = []
-    for name, steps in {"once": _all_reduced_once, "divided": _divided, "hook": _hooked}.items():
-        wrong += _differences(name, "eager", (2, 2), steps, rank)
-    model, counts = _shard(fsdp_dynamo, (2, 2)), []
-    for wanted in (False, True):
-        model.set_requires_all_reduce(wanted)
+@on_ranks(4)
+def test_replicas(rank: int) -> None:
+    for steps in (_all_reduced_once, _divided, _hooked):
+        _assert_equal_torchs("eager", (2, 2), steps, rank)
+    model = _shard(fsdp_dynamo, (2, 2))
+    for is_wanted, count in ((False, 0), (True, 3)):
+        model.set_requires_all_reduce(is_wanted)
         with record_events() as log:
             _backwards(model, rank, 0)
-        counts.append([event.kind for event in log].count("all_reduce"))
-    return wrong, counts
+        assert len(log.keys("all_reduce")) == count
 
 
-def test_replicas(ranks: RankPool) -> None:
-    for wrong, counts in ranks.run(_replicas, 4):
-        assert wrong == []
-        assert counts == [0, 3]
-
-
-def _frozen_before_the_mean(
-    rank: int, world_size: int, shape: tuple[int, ...], frozen: str
-) -> list[str]:
-    """Names of gradients that are not one process's: of what is frozen, the first step's."""
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("frozen", ["blocks.0.up.bias", "blocks.0"])
+@on_ranks(4)
+def test_a_parameter_frozen_before_the_mean_over_replicas(
+    rank: int, shape: tuple[int, ...], frozen: str
+) -> None:
+    """Its gradient of the first step waits for no later backward, which may not come to it."""
 
     def accumulate(model: Any, wait_for_replicas: Callable[[bool], None]) -> None:
         wait_for_replicas(False)
@@ -210,21 +185,7 @@ def _frozen_before_the_mean(
     average_gradients(plain)
     model = _shard(fsdp_dynamo, shape)
     accumulate(model, model.set_requires_all_reduce)
-    got = _grads(model)
-    return [
-        name
-        for name, param in plain.named_parameters()
-        if got[name] is None or not torch.allclose(got[name], param.grad, 1e-4, 1e-6)
-    ]
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-@pytest.mark.parametrize("frozen", ["blocks.0.up.bias", "blocks.0"])
-def test_a_parameter_frozen_before_the_mean_over_replicas(
-    ranks: RankPool, shape: tuple[int, ...], frozen: str
-) -> None:
-    """What it has waits for no later backward, which may not come to it."""
-    assert ranks.run(_frozen_before_the_mean, 4, shape, frozen) == [[]] * 4
+    assert different(whole_gradients(model), gradients(plain)) == []
 
 
 # -- what is gathered, and when --------------------------------------------------------------------
@@ -236,51 +197,36 @@ def _gathers(action: Callable[[], Any]) -> list[str]:
     return [event.unit for event in log if event.kind == "all_gather"]
 
 
-def _gathered(rank: int, world_size: int) -> dict[str, list[str]]:
+@on_ranks(2)
+def test_what_is_gathered(rank: int) -> None:
     model: Any = fully_shard(make_transformer(num_blocks=2), policy=POLICY, forward_prefetch=False)
     first, second = model.blocks
     step = partial(_backwards, model, rank, 0)
-    found = {"by default": _gathers(step)}
+    forward = ["", "blocks.0", "blocks.1"]
+    assert _gathers(step) == [*forward, "blocks.1", "blocks.0"]
     model.set_modules_to_forward_prefetch([second, first])
     second.set_modules_to_backward_prefetch([model])
-    found["prefetched"] = _gathers(step)
+    assert _gathers(step) == ["", "blocks.1", "blocks.0", "blocks.1", "blocks.0"]
     model.set_modules_to_forward_prefetch([])
     second.set_modules_to_backward_prefetch([])
     first.set_unshard_in_backward(False)
     with torch.no_grad():
-        found["not in the backward"] = _gathers(lambda: loss_of(model, batch(rank, 0)))
+        assert _gathers(lambda: loss_of(model, batch(rank, 0))) == forward
     first.set_unshard_in_backward(True)
-    model.set_reshard_after_forward(True)
-    found["the root, too"] = _gathers(step)
+    model.set_reshard_after_forward(True)  # the root, too
+    assert _gathers(step) == [*forward, "", "blocks.1", "blocks.0"]
     model.set_reshard_after_forward(False)
-    found["not after the forward"] = _gathers(step)
+    assert _gathers(step) == forward
     model.set_reshard_after_backward(False)
-    found["for the last time"] = _gathers(step)
-    found["not after the backward"] = _gathers(step)
+    assert _gathers(step) == forward
+    assert _gathers(step) == []
     with torch.no_grad():
         first.up.bias.add_(1.0)  # this rank's part, empty or not
-    found["one that has changed"] = _gathers(step)
+    assert _gathers(step) == ["blocks.0"]
     model.set_reshard_after_backward(True)
     step()
     first.unshard()
-    found["by hand"] = _gathers(step)
-    return found
-
-
-def test_what_is_gathered(ranks: RankPool) -> None:
-    for found in ranks.run(_gathered, 2):
-        forward = ["", "blocks.0", "blocks.1"]
-        assert found == {
-            "by default": [*forward, "blocks.1", "blocks.0"],
-            "prefetched": ["", "blocks.1", "blocks.0", "blocks.1", "blocks.0"],
-            "not in the backward": forward,
-            "the root, too": [*forward, "", "blocks.1", "blocks.0"],
-            "not after the forward": forward,
-            "for the last time": forward,
-            "not after the backward": [],
-            "one that has changed": ["blocks.0"],
-            "by hand": ["", "blocks.1"],
-        }
+    assert _gathers(step) == ["", "blocks.1"]
 
 
 class _Embedded(nn.Module):
@@ -293,20 +239,15 @@ class _Embedded(nn.Module):
         return self.out(self.embed(x))
 
 
-def _not_in_backward(rank: int, world_size: int) -> list[list[str]]:
+@on_ranks(2)
+def test_an_embedding_is_not_gathered_for_its_backward(rank: int) -> None:
     model: Any = _Embedded()
     fully_shard(model.embed)
     fully_shard(model)
-    found = []
-    for wanted in (True, False):
-        model.embed.set_unshard_in_backward(wanted)
+    for is_wanted, gathered in ((True, ["embed"]), (False, [])):
+        model.embed.set_unshard_in_backward(is_wanted)
         loss = model(torch.arange(4)).sum()
-        found.append(_gathers(loss.backward))
-    return found
-
-
-def test_an_embedding_is_not_gathered_for_its_backward(ranks: RankPool) -> None:
-    assert ranks.run(_not_in_backward, 2) == [[["embed"], []]] * 2
+        assert _gathers(loss.backward) == gathered
 
 
 # -- the user's collectives, handles ---------------------------------------------------------------
@@ -325,41 +266,31 @@ class _Comm:
         return self.collective(output, given, *args, group=group, async_op=self.has_handle)
 
 
-def _by_the_user(
-    rank: int, world_size: int, has_handle: bool
-) -> tuple[Any, Any, list[int], list[bool]]:
+@pytest.mark.parametrize("has_handle", [True, False])
+@on_ranks(2)
+def test_collectives_and_ends_by_the_user(rank: int, has_handle: bool) -> None:
     expected = train(make_transformer(num_blocks=2), 0, steps=2)[0]
     model: Any = fully_shard(make_transformer(num_blocks=2), policy=POLICY)
     gather = _Comm(all_gather_single, has_handle)
     scatter = _Comm(reduce_scatter_single, has_handle)
     model.blocks[0].set_custom_all_gather(gather)
     model.blocks[0].set_custom_reduce_scatter(scatter)
-    got = train(model, 0, steps=2)[0]
+    assert train(model, 0, steps=2)[0] == pytest.approx(expected, rel=1e-6)
+    assert (gather.calls, scatter.calls) == (4, 2)
     model.zero_grad()
     model.set_manual_backward_finalization(True)
     model.set_requires_gradient_sync(False)
     _backwards(model, rank, 0, 1)
     model.set_requires_gradient_sync(True)
-    handle = model.finalize_backward(async_op=True)
-    handle.wait()
+    model.finalize_backward(async_op=True).wait()
     model.set_manual_backward_finalization(False)
-    by_hand, plain = _grads(model), make_transformer(num_blocks=2)
+    assert (gather.calls, scatter.calls) == (8, 3)
+    plain = make_transformer(num_blocks=2)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         plain.load_state_dict(model.state_dict())
-    for one in range(world_size):
-        _backwards(plain, one, 0, 1)
-    close = [
-        torch.allclose(by_hand[n], p.grad / 2, 1e-4, 1e-6) for n, p in plain.named_parameters()
-    ]
-    return expected, got, [gather.calls, scatter.calls], close
-
-
-@pytest.mark.parametrize("has_handle", [True, False])
-def test_collectives_and_ends_by_the_user(ranks: RankPool, has_handle: bool) -> None:
-    for expected, got, calls, close in ranks.run(_by_the_user, 2, has_handle):
-        assert got == pytest.approx(expected, rel=1e-6)
-        assert calls == [8, 3]  # twice and once in each of two steps; then twice for one reduction
-        assert all(close)
+    _backwards(plain, rank, 0, 1)
+    average_gradients(plain)
+    assert different(whole_gradients(model), gradients(plain)) == []
 
 
 @on_ranks(1)
@@ -401,27 +332,13 @@ ALWAYS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _refused(rank: int, world_size: int) -> list[str]:
-    missing = []
+@on_ranks(2)
+def test_refused(rank: int) -> None:
     for words, change in ALWAYS.items():
-        model = fully_shard(nn.Linear(2, 2))
-        try:
-            change(model)
-            missing.append(words)
-        except FSDPError as error:
-            missing += [] if words in str(error) else [f"{words}: {error}"]
+        with pytest.raises(FSDPError, match=words):
+            change(fully_shard(nn.Linear(2, 2)))
     for words, change in EAGER_ONLY.items():
         model = fully_shard(nn.Linear(2, 2))
         change(model)
-        run = in_mode(model, "graph")
-        try:
-            run(torch.ones(1, 2))
-            missing.append(words)
-        except FSDPError as error:
-            missing += [] if words in str(error) else [f"{words}: {error}"]
-    return missing
-
-
-def test_refused(ranks: RankPool) -> None:
-    for missing in ranks.run(_refused, 2):
-        assert missing == []
+        with pytest.raises(FSDPError, match=words):
+            in_mode(model, "graph")(torch.ones(1, 2))

@@ -9,10 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from loops import error_of
-from models import Block, batch, loss_of, make_transformer, train, wrap
+from loops import error_of, whole_gradients
+from models import (
+    DOORS,
+    Block,
+    Transformer,
+    batch,
+    loss_of,
+    make_transformer,
+    through,
+    train,
+    wrap,
+)
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -21,12 +31,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn import functional as F
 
-from fsdp_dynamo import FSDP, fully_shard
+from fsdp_dynamo import FSDP, FSDPError
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
-
-
-def _whole(value: Any) -> torch.Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 @pytest.mark.parametrize(
@@ -41,90 +47,62 @@ def test_checkpoints_by_a_wrap_policy(policy: Any) -> None:
     assert [type(module) for module in inside] == [Block, Block]
 
 
-def _pickled(rank: int, world_size: int, composable: bool) -> str:
-    model = make_transformer(num_blocks=1)
-    sharded = fully_shard(model) if composable else FSDP(model)
-    return error_of(lambda: torch.save(sharded, io.BytesIO()))
-
-
-@pytest.mark.parametrize("composable", [False, True])
-def test_saving_the_model_itself(ranks: RankPool, composable: bool) -> None:
-    for message in ranks.run(_pickled, 2, composable):
-        assert "the root unit: expected a model's values to be saved" in message
-        assert "Save model.state_dict()" in message
-
-
-def _root_only(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
-    policy = ModuleWrapPolicy(set())
-    model = wrap(make_transformer(num_blocks=1), auto_wrap_policy=policy)
-    expected = train(FSDP(make_transformer(num_blocks=1)), rank)[0]
-    return expected, train(in_mode(model, mode), rank)[0]
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_saving_the_model_itself(rank: int, door: str) -> None:
+    model = through(door, make_transformer(num_blocks=1))
+    with pytest.raises(
+        FSDPError, match=r"(?s)expected a model's values.*Save model.state_dict\(\)"
+    ):
+        torch.save(model, io.BytesIO())
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_units_below_the_root(ranks: RankPool, mode: str) -> None:
-    for expected, got in ranks.run(_root_only, 2, mode):
-        assert got == pytest.approx(expected, rel=1e-6)
+@on_ranks(2)
+def test_no_units_below_the_root(rank: int, mode: str) -> None:
+    expected = train(FSDP(make_transformer(num_blocks=1)), rank)[0]
+    model = wrap(make_transformer(num_blocks=1), auto_wrap_policy=ModuleWrapPolicy(set()))
+    assert train(in_mode(model, mode), rank)[0] == pytest.approx(expected, rel=1e-6)
 
 
-def _checkpointed_later(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_activation_checkpointing_after_wrapping(rank: int, mode: str) -> None:
     expected = train(wrap(make_transformer(num_blocks=2)), rank)[0]
     model = wrap(make_transformer(num_blocks=2))
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-    return expected, train(in_mode(model, mode), rank)[0]
+    assert train(in_mode(model, mode), rank)[0] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_activation_checkpointing_after_wrapping(ranks: RankPool, mode: str) -> None:
-    for expected, got in ranks.run(_checkpointed_later, 2, mode):
-        assert got == pytest.approx(expected, rel=1e-6)
-
-
-def _state_of_a_compiled_model(rank: int, world_size: int, composable: bool) -> dict[str, bool]:
-    plain = make_transformer(num_blocks=1)
-    state = copy.deepcopy(torch.compile(plain).state_dict())
-    policy = ModuleWrapPolicy({Block})
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_state_of_a_compiled_model(rank: int, door: str) -> None:
+    state = torch.compile(make_transformer(num_blocks=1)).state_dict()
+    assert all(key.startswith("_orig_mod.") for key in state)
     torch.manual_seed(rank)
-    other = type(plain)(num_blocks=1)
-    model: Any = (
-        fully_shard(other, policy=policy) if composable else FSDP(other, auto_wrap_policy=policy)
-    )
+    model = through(door, Transformer(num_blocks=1))
     report = model.load_state_dict(state)
-    loaded = model.state_dict()
-    return {
-        "has the prefix": all(key.startswith("_orig_mod.") for key in state),
-        "no reports": not report.missing_keys and not report.unexpected_keys,
-        "values": all(
-            torch.equal(_whole(loaded[k.removeprefix("_orig_mod.")]), _whole(v))
-            for k, v in state.items()
-        ),
-    }
+    assert (report.missing_keys, report.unexpected_keys) == ([], [])
+    with FSDP.summon_full_params(model):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, state[f"_orig_mod.{name}"]), name
 
 
-@pytest.mark.parametrize("composable", [False, True])
-def test_state_of_a_compiled_model(ranks: RankPool, composable: bool) -> None:
-    for found in ranks.run(_state_of_a_compiled_model, 2, composable):
-        assert [what for what, holds in found.items() if not holds] == []
-
-
-def _attributes(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_attributes_are_set_on_the_wrapped_module(rank: int) -> None:
+    """Attributes that the module has, and parameters; a new attribute stays on the wrapper."""
     model = wrap(make_transformer(num_blocks=1))
     block = model.blocks[0]
     block.heads = 1
     block.not_there_before = 3
+    assert block.module.heads == 1
+    assert "heads" not in block.__dict__
+    assert block.__dict__["not_there_before"] == 3
     model.scale = nn.Parameter(torch.full((model.scale.numel(),), 2.0))
-    return {
-        "set on the module": block.module.heads == 1 and "heads" not in block.__dict__,
-        "new ones stay": block.__dict__["not_there_before"] == 3,
-        "parameters": "scale" in model.module._parameters and "scale" not in model._parameters,
-        "used": model.module.scale.tolist() == [2.0] * model.scale.numel(),
-        "runs": bool(loss_of(model, batch(rank, 0)).isfinite()),
-    }
-
-
-def test_attributes_are_set_on_the_wrapped_module(ranks: RankPool) -> None:
-    for found in ranks.run(_attributes, 2):
-        assert [what for what, holds in found.items() if not holds] == []
+    assert "scale" in model.module._parameters
+    assert "scale" not in model._parameters
+    assert model.module.scale.tolist() == [2.0] * model.scale.numel()
+    assert loss_of(model, batch(rank, 0)).isfinite()
 
 
 class _Scaled(torch.Tensor):
@@ -179,26 +157,22 @@ def _weight(kind: str) -> nn.Parameter:
     return _Own(values * 0.5, requires_grad=False)
 
 
-def _quantised(rank: int, world_size: int, kind: str, mode: str) -> tuple[str, float]:
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("tensor", "eager"), ("tensor", "hooks"), ("parameter", "eager"), ("parameter", "graph")],
+)
+@on_ranks(2)
+def test_quantised_parameters(rank: int, kind: str, mode: str) -> None:
     torch.manual_seed(0)
     model = _Adapted(_weight(kind))
-    message = error_of(lambda: FSDP(model))
+    expected = model(torch.ones(2, 4)).square().sum().item()
+    words = r"'base.weight': expected a plain tensor.*test_habits\..*ignored_states="
+    with pytest.raises(FSDPError, match=words):
+        FSDP(model)
     sharded = FSDP(model, ignored_states=[model.base.weight])
     loss = in_mode(sharded, mode)(torch.ones(2, 4)).square().sum()
     loss.backward()
-    return message, loss.item()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["tensor", "parameter"])
-def test_quantised_parameters(ranks: RankPool, kind: str, mode: str) -> None:
-    torch.manual_seed(0)
-    expected = _Adapted(_weight(kind))(torch.ones(2, 4)).square().sum().item()
-    for message, loss in ranks.run(_quantised, 2, kind, mode):
-        assert "parameter 'base.weight': expected a plain tensor" in message
-        assert "test_habits." in message
-        assert "ignored_states=" in message
-        assert loss == pytest.approx(expected)
+    assert loss.item() == pytest.approx(expected)
 
 
 class _Layer(nn.Module):
@@ -224,22 +198,18 @@ class _Borrowing(nn.Module):
         return x.sum()
 
 
-def _borrowed(rank: int, world_size: int, mode: str) -> tuple[str, float, float]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_module_of_another_unit(rank: int, mode: str) -> None:
     torch.manual_seed(0)
-    plain = _Borrowing()
-    expected = plain(torch.ones(2, 4)).item()
+    plain, x = _Borrowing(), torch.ones(2, 4)
+    expected = plain(x).item()
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
     run = model if mode == "graph" else in_mode(model, mode)  # there the whole call is Dynamo's
-    message = error_of(lambda: run(torch.ones(2, 4)))
-    advised = in_mode(FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Layer, nn.Linear})), mode)
-    return message, expected, advised(torch.ones(2, 4)).item()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_module_of_another_unit(ranks: RankPool, mode: str) -> None:
-    for message, expected, got in ranks.run(_borrowed, 2, mode):
-        assert "got mixed torch.Tensor and DTensor" in message  # torch's words, as with FSDP2
-        assert got == pytest.approx(expected, rel=1e-6)
+    # torch's words, as with FSDP2
+    assert "got mixed torch.Tensor and DTensor" in error_of(lambda: run(x))
+    advised = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Layer, nn.Linear}))
+    assert in_mode(advised, mode)(x).item() == pytest.approx(expected, rel=1e-6)
 
 
 class _Speaker(nn.Module):
@@ -258,24 +228,18 @@ class _Speaker(nn.Module):
             yield tokens[:, -1].tolist()
 
 
-@torch.no_grad()
-def _streamed(rank: int, world_size: int) -> tuple[list[Any], list[Any], bool]:
+@on_ranks(2)
+def test_a_generator_is_a_forward_method(rank: int) -> None:
+    """Between its steps the parameters are sharded."""
     torch.manual_seed(0)
-    plain = _Speaker()
-    expected = list(plain.stream(torch.zeros(2, 1, dtype=torch.int64), 5))
-    model: Any = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Layer}))
-    model.register_forward_method("stream")
-    got, is_sharded = [], True
-    for tokens in model.stream(torch.zeros(2, 1, dtype=torch.int64), 5):
-        got.append(tokens)
-        is_sharded &= not any(flat.is_allocated for flat in model._fsdp_unit.flats)
-    return expected, got, is_sharded
-
-
-def test_a_generator_is_a_forward_method(ranks: RankPool) -> None:
-    for expected, got, is_sharded in ranks.run(_streamed, 2):
-        assert got == expected
-        assert is_sharded
+    plain, tokens = _Speaker(), torch.zeros(2, 1, dtype=torch.int64)
+    with torch.no_grad():
+        expected = list(plain.stream(tokens, 5))
+        model: Any = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Layer}))
+        model.register_forward_method("stream")
+        for got, wanted in zip(model.stream(tokens, 5), expected, strict=True):
+            assert got == wanted
+            assert not any(flat.is_allocated for flat in model._fsdp_unit.flats)
 
 
 _log = logging.getLogger(__name__)
@@ -291,22 +255,14 @@ class _Logging(nn.Module):
         return self.layer(x).sum()
 
 
-def _logged(rank: int, world_size: int) -> tuple[str, bool]:
+@on_ranks(2)
+def test_logging_calls_can_be_left_out_of_whole_graphs(rank: int) -> None:
+    """As docs/troubleshooting.md says."""
     model = FSDP(_Logging(), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
     compiled = in_mode(model, "graph")
-    message = ""
-    try:
+    with pytest.raises(Unsupported, match=r"logging\.Logger method not supported"):
         compiled(torch.ones(2, 4))
-    except Unsupported as error:
-        message = str(error)
-    ignored = torch._dynamo.config.ignore_logging_functions
-    with torch._dynamo.config.patch(ignore_logging_functions={*ignored, logging.Logger.warning}):
+    ignored = {*torch._dynamo.config.ignore_logging_functions, logging.Logger.warning}
+    with torch._dynamo.config.patch(ignore_logging_functions=ignored):
         compiled(torch.ones(2, 4)).backward()
-    return message, all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_logging_calls_can_be_left_out_of_whole_graphs(ranks: RankPool) -> None:
-    """As docs/troubleshooting.md says."""
-    for message, is_trained in ranks.run(_logged, 2):
-        assert "logging.Logger method not supported" in message
-        assert is_trained
+    assert all(grad.isfinite().all() for grad in whole_gradients(model).values())

@@ -7,10 +7,11 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as upstream
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,9 +23,10 @@ INPUT = torch.ones(2, 4)
 
 
 def _wrap(library: Library, module: nn.Module, **arguments: Any) -> Any:
-    if library is upstream:
-        arguments = {"device_id": torch.device("cpu"), "use_orig_params": True, **arguments}
-    return library.FullyShardedDataParallel(module, **arguments)
+    cpu = torch.device("cpu")
+    return library.FullyShardedDataParallel(
+        module, device_id=cpu, use_orig_params=True, **arguments
+    )
 
 
 def _layers(library: Library) -> Any:
@@ -98,24 +100,19 @@ CASES: dict[str, Callable[[Library], object]] = {
 }
 
 
-def _raised(rank: int, world_size: int) -> list[tuple[str, list[Exception | None]]]:
-    found = []
-    for name, case in CASES.items():
-        errors: list[Exception | None] = []
-        for library in (upstream, fsdp_dynamo):
-            errors.append(None)
-            try:
-                with contextlib.redirect_stdout(io.StringIO()):  # upstream prints before it raises
-                    case(library)
-            except Exception as error:  # noqa: BLE001  # which, is the question
-                errors[-1] = error.with_traceback(None)
-        found.append((name, errors))
-    return found
+def _error(case: Callable[[Library], object], library: Library) -> Exception | None:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # upstream prints before it raises
+            case(library)
+    except Exception as error:  # noqa: BLE001  # which, is the question
+        return error.with_traceback(None)
+    return None
 
 
-def test_errors_are_of_upstreams_kinds(ranks: RankPool) -> None:
-    for answers in ranks.run(_raised, 2):
-        for name, (theirs, ours) in answers:
-            assert theirs is not None, name
-            assert isinstance(ours, FSDPError), name
-            assert isinstance(ours, type(theirs)), (name, ours, theirs)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_errors_are_of_upstreams_kinds(rank: int, name: str) -> None:
+    theirs, ours = (_error(CASES[name], library) for library in (upstream, fsdp_dynamo))
+    assert theirs is not None
+    assert isinstance(ours, FSDPError)
+    assert isinstance(ours, type(theirs))

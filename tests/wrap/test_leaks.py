@@ -12,13 +12,19 @@ import torch.distributed as dist
 from census import Census
 from models import batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.hooks_mode.leaves import SegmentBackend
 
 
-def _steps(rank: int, world_size: int, mode: str, backward: bool) -> tuple[int, int]:
+@pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=pytest.mark.slow) if mode == "hooks" else mode for mode in MODES],
+)
+@on_ranks(2)
+def test_no_tensor_is_kept(rank: int, mode: str, backward: bool) -> None:
     census = Census()
     model = in_mode(wrap(make_transformer(num_blocks=2)), mode)
     counts = []
@@ -29,20 +35,11 @@ def _steps(rank: int, world_size: int, mode: str, backward: bool) -> tuple[int, 
         del loss
         if step in (5, 99):
             counts.append(census.count())
-    return counts[0], counts[1]
+    assert counts[1] <= counts[0]
 
 
-@pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "mode",
-    [pytest.param(mode, marks=pytest.mark.slow) if mode == "hooks" else mode for mode in MODES],
-)
-def test_no_tensor_is_kept(ranks: RankPool, mode: str, backward: bool) -> None:
-    for early, late in ranks.run(_steps, 2, mode, backward):
-        assert late <= early
-
-
-def _cycles(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_models_that_are_gone_leave_nothing(rank: int) -> None:
     census = Census()
     counts = []
     for cycle in range(20):
@@ -51,12 +48,7 @@ def _cycles(rank: int, world_size: int) -> list[int]:
         del model
         if cycle in (1, 19):
             counts.append(census.count())
-    return counts
-
-
-def test_models_that_are_gone_leave_nothing(ranks: RankPool) -> None:
-    for early, late in ranks.run(_cycles, 2):
-        assert late <= early
+    assert counts[1] <= counts[0]
 
 
 def _alive() -> dict[type, int]:
@@ -67,22 +59,18 @@ def _alive() -> dict[type, int]:
     return {kind: sum(n for t, n in types.items() if issubclass(t, kind)) for kind in kinds}
 
 
-def _compiled_cycles(rank: int, world_size: int, mode: str) -> list[dict[type, int]]:
+@pytest.mark.parametrize("mode", ["hooks", "graph"])
+@on_ranks(2)
+def test_compiled_models_that_are_gone_leave_nothing(rank: int, mode: str) -> None:
+    """Backends, segments and graphs go with the model that they were compiled for."""
     counts = [_alive()]  # Dynamo may keep the backend of an earlier trace that failed
     for cycle in range(3):
         model = in_mode(wrap(make_transformer(num_blocks=2)), mode)
         loss_of(model, batch(rank, cycle)).backward()
         del model
         counts.append(_alive())
-    return counts
-
-
-@pytest.mark.parametrize("mode", ["hooks", "graph"])
-def test_compiled_models_that_are_gone_leave_nothing(ranks: RankPool, mode: str) -> None:
-    """Backends, segments and graphs go with the model that they were compiled for."""
-    for before, *counts in ranks.run(_compiled_cycles, 2, mode):
-        assert counts[1:] == [counts[0]] * 2
-        assert counts[0][SegmentBackend] <= before[SegmentBackend]
+    assert counts[1] == counts[2] == counts[3]
+    assert counts[1][SegmentBackend] <= counts[0][SegmentBackend]
 
 
 _groups: list[weakref.ref[dist.ProcessGroup]] = []

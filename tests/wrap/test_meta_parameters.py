@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from loops import error_of
-from models import batch, loss_of
+from models import average_gradients, batch, loss_of
 from modes import in_mode
-from pool import RankPool
+from pool import on_ranks
 from test_deferred_init import Resettable
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -105,129 +105,105 @@ WAYS = {
 }
 
 
-def _trained(
-    rank: int, world_size: int, way: str, mode: str, tied: bool, folder: Path
-) -> tuple[bool, bool, float]:
-    """Whether all was a DTensor on the meta device, stayed the same objects and is the same model
-    as in one process after two steps."""
+def _assert_trains(rank: int, way: str, mode: str, folder: Path, tied: bool = False) -> None:
+    """After two steps the model is that of one process."""
     model = _on_meta(tied=tied)
     params = list(model.parameters())
-    is_meta = all(p.is_meta and isinstance(p, DTensor) for p in params)
-    early = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert all(p.is_meta and isinstance(p, DTensor) for p in params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # before the values
     WAYS[way](model, folder)
-    is_same = all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     plain = _reference(tied)
     if way in ("to_empty", "module by module"):  # each rank has drawn values of its own
         plain.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
-    runs, optimizer = (
-        in_mode(model, mode),
-        torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9),
-    )
-    early = early if is_same else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = in_mode(model, mode)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
-        loss_of(runs, batch(step, rank)).backward()
-        early.step()
-        early.zero_grad()
-        losses = [loss_of(plain, batch(step, other)) for other in range(world_size)]
-        (sum(losses) / world_size).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = [p.full_tensor() for p in model.parameters()]
-    pairs = zip(whole, plain.parameters(), strict=True)
-    return is_meta, is_same, max(float((a - b).abs().max()) for a, b in pairs)
+        loss_of(run, batch(step, rank)).backward()
+        loss_of(plain, batch(step, rank)).backward()
+        average_gradients(plain)
+        for one in (optimizer, plain_optimizer):
+            one.step()
+            one.zero_grad()
+    whole = {name: p.full_tensor() for name, p in model.named_parameters()}
+    expected = dict(plain.named_parameters())
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_values_of_one_process(ranks: RankPool, tmp_path: Path, way: str, tied: bool) -> None:
-    for is_meta, is_same, difference in ranks.run(_trained, 2, way, "eager", tied, tmp_path):
-        assert is_meta
-        assert is_same
-        assert difference < 1e-5
+@on_ranks(2)
+def test_values_of_one_process(rank: int, tmp_path: Path, way: str, tied: bool) -> None:
+    _assert_trains(rank, way, "eager", tmp_path, tied)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "graph"])
-@pytest.mark.parametrize("way", ["to_empty", "module by module", "whole values"])
-def test_compiled(ranks: RankPool, tmp_path: Path, way: str, mode: str) -> None:
-    for is_meta, _, difference in ranks.run(_trained, 3, way, mode, False, tmp_path):
-        assert is_meta
-        assert difference < 1e-5
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    [("to_empty", "hooks"), ("module by module", "graph"), ("whole values", "graph")],
+)
+@on_ranks(3)
+def test_compiled(rank: int, tmp_path: Path, way: str, mode: str) -> None:
+    _assert_trains(rank, way, mode, tmp_path)
 
 
 @pytest.mark.parametrize("way", ["to_empty", "module by module", "whole values", "from rank 0"])
-def test_one_rank(ranks: RankPool, tmp_path: Path, way: str) -> None:
+@on_ranks(1)
+def test_one_rank(rank: int, tmp_path: Path, way: str) -> None:
     """Nothing is sharded."""
-    ((is_meta, is_same, difference),) = ranks.run(_trained, 1, way, "eager", False, tmp_path)
-    assert is_meta
-    assert is_same
-    assert difference < 1e-5
+    _assert_trains(rank, way, "eager", tmp_path)
 
 
 # -- before there are values -------------------------------------------------------------------
 
 
-def _used_too_early(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_a_use_without_values_is_refused(rank: int) -> None:
     model = _on_meta()
-    uses = {
-        "forward": lambda: loss_of(model, batch(0, rank)),
-        "graph": lambda: loss_of(in_mode(model, "graph"), batch(0, rank)),
-        "unshard": model.unshard,
-        "whole values": lambda: get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True)
-        ),
-        "summon": lambda: FSDP.summon_full_params(model).__enter__(),
-        "device": lambda: model.to("cpu"),
-    }
-    errors = {name: error_of(use) for name, use in uses.items()}
+    full = StateDictOptions(full_state_dict=True)
+    for use in (
+        lambda: loss_of(model, batch(0, rank)),
+        lambda: loss_of(in_mode(model, "graph"), batch(0, rank)),
+        model.unshard,
+        lambda: get_model_state_dict(model, options=full),
+        FSDP.summon_full_params(model).__enter__,
+    ):
+        error = error_of(use)
+        assert "meta device" in error
+        assert "to_empty" in error
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        model.to("cpu")
     model.half()
     assert all(p.is_meta and p.dtype is torch.float16 for p in model.parameters())
     model.float()
     _empty(model, Path())
     assert loss_of(model, batch(0, rank)).isfinite()
-    return errors
 
 
-def test_a_use_without_values_is_refused(ranks: RankPool) -> None:
-    for errors in ranks.run(_used_too_early, 2):
-        assert "Cannot copy out of meta tensor" in errors.pop("device")
-        for text in errors.values():
-            assert "meta device" in text
-            assert "to_empty" in text
-
-
-def _in_parts(rank: int, world_size: int) -> tuple[str, list[bool], float]:
-    """The error after some values have come; which parameters have none then; the difference after
-    the others have been initialised by hand."""
+@on_ranks(2)
+def test_values_that_come_in_parts(rank: int) -> None:
+    """The error names a parameter without values; the user then gives the missing ones."""
     model, plain = _on_meta(), _reference()
     values = plain.state_dict()
-    rest = {name: values.pop(name) for name in ("blocks.0.qkv.weight", "embed.weight")}
+    missing = {name: values.pop(name) for name in ("embed.weight", "blocks.0.qkv.weight")}
     model.load_state_dict(values, strict=False, assign=True)
-    error = error_of(lambda: loss_of(model, batch(0, rank)))
-    lacking = [p.is_meta for p in model.parameters()]
-    model.load_state_dict({"embed.weight": rest["embed.weight"]}, strict=False)
-    model.blocks[0].qkv.to_empty(device="cpu", recurse=False)
+    with pytest.raises(FSDPStateError, match=r"'embed\.weight'") as error:
+        loss_of(model, batch(0, rank))
+    assert "head" not in str(error.value)
+    assert [name for name, p in model.named_parameters() if p.is_meta] == [*missing]
+    model.load_state_dict({"embed.weight": missing["embed.weight"]}, strict=False)
+    qkv = model.blocks[0].qkv.to_empty(device="cpu", recurse=False)
     with torch.no_grad():
-        for name in ("weight", "bias"):
-            param, value = getattr(model.blocks[0].qkv, name), {**values, **rest}
-            whole = value[f"blocks.0.qkv.{name}"]
+        for param, whole in (
+            (qkv.weight, missing["blocks.0.qkv.weight"]),
+            (qkv.bias, values["blocks.0.qkv.bias"]),
+        ):
             param.copy_(distribute_tensor(whole, param.device_mesh, param.placements))
-    loss = loss_of(model, batch(0, rank))
-    return error, lacking, abs(loss.item() - loss_of(plain, batch(0, rank)).item())
+    torch.testing.assert_close(loss_of(model, batch(0, rank)), loss_of(plain, batch(0, rank)))
 
 
-def test_values_that_come_in_parts(ranks: RankPool) -> None:
-    names = [name for name, _ in _reference().named_parameters()]
-    for error, lacking, difference in ranks.run(_in_parts, 2):
-        assert FSDPStateError.__name__ in error
-        assert "'embed.weight'" in error
-        assert "head" not in error
-        missing = [name for name, lacks in zip(names, lacking, strict=True) if lacks]
-        assert missing == ["embed.weight", "blocks.0.qkv.weight"]
-        assert difference < 1e-6
-
-
-def _kept(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
-    """Which of two hooks ran, one of a parameter with values; buffers' values and attributes."""
+@on_ranks(2)
+def test_hooks_buffers_and_others_values(rank: int) -> None:
+    """What has values keeps them; attributes and hooks of parameters stay; buffers are loaded."""
     with torch.device("meta"):
         inner = nn.BatchNorm1d(4)
     model: Any = nn.Sequential(nn.Linear(4, 4), inner)
@@ -239,13 +215,7 @@ def _kept(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
         param.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(name))
     model.load_state_dict(nn.BatchNorm1d(4).state_dict(prefix="1."), strict=False)
     model(torch.ones(2, 4)).sum().backward()
-    has_buffers = not any(buffer.is_meta for buffer in model.buffers())
-    keeps = torch.equal(model[0].weight.full_tensor(), values) and model[1].weight.label == "scale"
-    return ran, has_buffers, keeps
-
-
-def test_hooks_buffers_and_others_values(ranks: RankPool) -> None:
-    for ran, has_buffers, keeps in ranks.run(_kept, 2):
-        assert sorted(ran) == ["0.bias", "0.weight", "1.bias", "1.weight"]
-        assert has_buffers
-        assert keeps
+    assert sorted(ran) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert torch.equal(model[0].weight.full_tensor(), values)
+    assert model[1].weight.label == "scale"

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as upstream
-from loops import error_of
-from models import Transformer, batch, loss_of, make_transformer
-from modes import in_mode
-from pool import RankPool
+from loops import different, gradients, whole_gradients
+from models import Transformer, average_gradients, batch, loss_of, make_transformer
+from modes import MODES, in_mode
+from pool import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_dynamo import FSDP, fully_shard, record_events
+import fsdp_dynamo
+from fsdp_dynamo import FSDPError, fully_shard, record_events
 
 Pick = Callable[[Transformer], list[nn.Module]]
 
@@ -112,8 +112,8 @@ def _model(pick: str, way: str) -> _Looped:
     return model
 
 
-def _shard(model: Any, pick: str, library: Any = None) -> Any:
-    shard = library.fully_shard if library else fully_shard
+def _shard(model: Any, pick: str, library: Any = fsdp_dynamo) -> Any:
+    shard = library.fully_shard
     given = PICKS[pick](model)
     assert shard(given) is given
     for block in model.blocks:
@@ -122,51 +122,12 @@ def _shard(model: Any, pick: str, library: Any = None) -> Any:
     return shard(model)
 
 
-def _whole_grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    with FSDP.summon_full_params(model, with_grads=True):
-        named = model.named_parameters()
-        return {name: _full(p.grad).clone() for name, p in named if p.grad is not None}
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _expected(pick: str, way: str, world_size: int, steps: int) -> dict[str, torch.Tensor]:
-    model = _model(pick, way)
-    for step in range(steps):
-        for rank in range(world_size):
-            (loss_of(model, batch(rank, step)) / world_size).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _beside(rank: int, world_size: int, cases: list[tuple[str, str]], mode: str) -> list[str]:
-    """Cases whose gradients are not those of one process."""
-    wrong = []
-    for pick, way in cases:
-        torch._dynamo.reset()
-        model = _shard(_model(pick, way), pick)
-        run = in_mode(model, mode)
-        expected = _expected(pick, way, world_size, steps=2)
-        for step in range(2):  # the second with what the first has learned of the order
-            loss_of(run, batch(rank, step)).backward()
-        with torch.no_grad():
-            run(batch(rank, 0))
-        has = {name for name, param in model.named_parameters() if param.grad is not None}
-        wrong += [f"{pick}, {way}: {name} (None)" for name in sorted(has ^ expected.keys())]
-        for name, grad in _whole_grads(model).items():
-            if not torch.allclose(grad, expected[name], rtol=1e-4, atol=1e-6):
-                wrong.append(f"{pick}, {way}: {name}")
-    return wrong
-
-
 CASES = [(pick, "plain") for pick in PICKS] + [
     (pick, way) for pick in ("norm, head", "embed, norm, head") for way in WAYS if way != "plain"
 ]
 
 
 SOME = [
-    ("norm, head", "plain"),
     ("a block and its norm", "plain"),
     ("embed, norm, head", "embed without grad"),
     ("embed, norm, head", "checkpointed"),
@@ -184,70 +145,70 @@ IN_A_GRAPH = [case for case in CASES if case[1] != "reentrant"]
         pytest.param("graph", IN_A_GRAPH, id="graph, all", marks=pytest.mark.slow),
     ],
 )
-def test_equals_one_process(ranks: RankPool, mode: str, cases: list[tuple[str, str]]) -> None:
-    for wrong in ranks.run(_beside, 2, cases, mode):
-        assert wrong == []
+@on_ranks(2)
+def test_equals_one_process(rank: int, mode: str, cases: list[tuple[str, str]]) -> None:
+    for pick, way in cases:
+        torch._dynamo.reset()
+        plain = _model(pick, way)
+        model = _shard(_model(pick, way), pick)
+        run = in_mode(model, mode)
+        for step in range(2):  # the second with what the first has learned of the order
+            loss_of(plain, batch(rank, step)).backward()
+            loss_of(run, batch(rank, step)).backward()
+        average_gradients(plain)
+        with torch.no_grad():
+            run(batch(rank, 0))
+        expected = gradients(plain)
+        has = {name for name, param in model.named_parameters() if param.grad is not None}
+        assert has == expected.keys(), (pick, way)
+        assert different(whole_gradients(model), expected) == [], (pick, way)
 
 
-def _collectives(rank: int, world_size: int, pick: str, mode: str) -> list[tuple[str, str]]:
-    model = _shard(_model(pick, "plain"), pick)
-    run = in_mode(model, mode)
-    loss_of(run, batch(rank, 0)).backward()
-    with record_events() as log:
-        loss_of(run, batch(rank, 1)).backward()
-    kinds = ("all_gather", "reduce_scatter")
-    return [(event.kind, event.unit) for event in log if event.kind in kinds]
-
-
-@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
-def test_gathers_and_reduces_once(ranks: RankPool, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_gathers_and_reduces_once(rank: int, mode: str) -> None:
     for pick, unit in (("norm, head", "norm+head"), ("embed, norm, head", "embed+norm+head")):
-        for found in ranks.run(_collectives, 2, pick, mode):
-            of_unit = [kind for kind, name in found if name == unit]
-            assert sorted(of_unit) in (
-                ["all_gather", "all_gather", "reduce_scatter"],
-                ["all_gather", "reduce_scatter"],  # still there when the backward begins
-            )
-            assert {name for _, name in found} >= {"", unit, "blocks.0", "blocks.2"}
+        model = _shard(_model(pick, "plain"), pick)
+        run = in_mode(model, mode)
+        loss_of(run, batch(rank, 0)).backward()
+        with record_events() as log:
+            loss_of(run, batch(rank, 1)).backward()
+        found = [e for e in log if e.kind in ("all_gather", "reduce_scatter")]
+        assert sorted(e.kind for e in found if e.unit == unit) in (
+            ["all_gather", "all_gather", "reduce_scatter"],
+            ["all_gather", "reduce_scatter"],  # still there when the backward begins
+        )
+        assert {e.unit for e in found} >= {"", unit, "blocks.0", "blocks.2"}
 
 
-def _saved(rank: int, world_size: int) -> dict[str, Any]:
-    """State dicts and copies of a model, and what torch's own has in their place."""
-    found: dict[str, Any] = {}
-    model = _shard(_model("embed, head", "plain"), "embed, head")
+@on_ranks(2)
+def test_state_dicts_and_copies(rank: int) -> None:
+    """Another model of ours and one of torch's load the values."""
+    model, other, theirs = (
+        _shard(_model("embed, head", "plain"), "embed, head", library)
+        for library in (fsdp_dynamo, fsdp_dynamo, upstream)
+    )
     loss_of(model, batch(rank, 0)).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     model.zero_grad()
-    with FSDP.summon_full_params(model):
-        found["whole"] = {k: v.clone() for k, v in model.state_dict().items()}
     saved = model.state_dict()
-    other = _shard(_model("embed, head", "plain"), "embed, head")
+    whole = {key: value.full_tensor() for key, value in saved.items()}
+    assert whole.keys() == _model("embed, head", "plain").state_dict().keys()
     other.load_state_dict(saved)
-    with FSDP.summon_full_params(other):
-        found["loaded"] = {k: v.clone() for k, v in other.state_dict().items()}
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(theirs, dict(whole), options=options)  # it replaces the values
+    for loaded in (other.state_dict(), get_model_state_dict(theirs)):
+        torch.testing.assert_close(
+            {key: value.full_tensor() for key, value in loaded.items()}, whole, rtol=0, atol=0
+        )
+
     copied = copy.deepcopy(model)
     losses = [loss_of(one, batch(rank, 1)) for one in (model, copied)]
     losses[1].backward()
-    found["copied"] = [loss.item() for loss in losses]
-    found["shares"] = copied.embed._fsdp_own_unit is copied.head._fsdp_own_unit
-    found["is new"] = copied.embed._fsdp_own_unit is not model.embed._fsdp_own_unit
-    found["no grad"] = model.head.weight.grad is None
-    theirs = _shard(_model("embed, head", "plain"), "embed, head", upstream)
-    whole = {key: value.full_tensor() for key, value in saved.items()}
-    set_model_state_dict(theirs, whole, options=StateDictOptions(full_state_dict=True))
-    values = get_model_state_dict(theirs)
-    found["torch's"] = {key: _full(value) for key, value in values.items()}
-    return found
-
-
-def test_state_dicts_and_copies(ranks: RankPool) -> None:
-    for found in ranks.run(_saved, 2):
-        assert found["whole"].keys() == _model("embed, head", "plain").state_dict().keys()
-        for other in ("loaded", "torch's"):
-            for key, value in found.get(other, {}).items():
-                assert torch.equal(value, found["whole"][key]), (other, key)
-        assert found["copied"][0] == found["copied"][1]
-        assert (found["shares"], found["is new"], found["no grad"]) == (True, True, True)
+    assert losses[0] == losses[1]
+    assert copied.embed._fsdp_own_unit is copied.head._fsdp_own_unit
+    assert copied.embed._fsdp_own_unit is not model.embed._fsdp_own_unit
+    assert model.head.weight.grad is None
 
 
 class _Fails(nn.Linear):
@@ -259,49 +220,36 @@ class _Fails(nn.Linear):
         return super().forward(x)
 
 
-def _goes_on(rank: int, world_size: int) -> tuple[str, list[float], list[float]]:
-    """After an exception between two modules, and without a unit above them."""
-    plain, model = (nn.Sequential(nn.Linear(4, 4), _Fails(4, 4), nn.Linear(4, 4)) for _ in "ab")
-    model.load_state_dict(plain.state_dict())
-    model, plain = (one.to(torch.float64) for one in (model, plain))
+@on_ranks(2)
+def test_goes_on_after_an_exception(rank: int) -> None:
+    """Between two modules, and without a unit above them."""
+    plain = nn.Sequential(nn.Linear(4, 4), _Fails(4, 4), nn.Linear(4, 4)).to(torch.float64)
+    model = copy.deepcopy(plain)
     fully_shard([model[0], model[2]])
-    x = torch.ones(2, 4, dtype=torch.float64)
     model[1].fails = True
-    error = error_of(lambda: model(x))
+    with pytest.raises(RuntimeError, match="as planned"):
+        model(torch.ones(2, 4, dtype=torch.float64))
     model[1].fails = False
-    losses: tuple[list[float], list[float]] = ([], [])
-    for one, into in zip((model, plain), losses, strict=True):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for _ in range(3):
-            loss = one(x).square().sum()
+    x = torch.ones(2, 4, dtype=torch.float64)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    for _ in range(3):
+        losses = [net(x).square().sum() for net in (plain, model)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, optimizer in zip(losses, optimizers, strict=True):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            into.append(loss.item())
-    return error, *losses
 
 
-def test_goes_on_after_an_exception(ranks: RankPool) -> None:
-    for error, losses, expected in ranks.run(_goes_on, 2):
-        assert "as planned" in error
-        assert losses == pytest.approx(expected)
-
-
-def _refused(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_refused(rank: int) -> None:
     model = make_transformer(num_blocks=1)
     fully_shard([model.norm, model.head])
-    part = nn.Sequential(model.embed, model.norm)
-    return [
-        error_of(lambda: fully_shard([])),
-        error_of(lambda: fully_shard([model.embed], policy=nn.Linear)),
-        error_of(lambda: fully_shard(part)),
-        error_of(lambda: loss_of(fully_shard(model), batch(rank, 0)).backward()),
-    ]
-
-
-def test_refused(ranks: RankPool) -> None:
-    for empty, policy, part, whole in ranks.run(_refused, 2):
-        assert "got an empty list" in empty
-        assert "a list without a policy" in policy
-        assert "got 1 of 2" in part
-        assert whole == ""
+    for shard, words in (
+        (lambda: fully_shard([]), "got an empty list"),
+        (lambda: fully_shard([model.embed], policy=nn.Linear), "a list without a policy"),
+        (lambda: fully_shard(nn.Sequential(model.embed, model.norm)), "got 1 of 2"),
+    ):
+        with pytest.raises(FSDPError, match=words):
+            shard()
+    loss_of(fully_shard(model), batch(rank, 0)).backward()

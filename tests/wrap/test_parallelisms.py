@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool
+from loops import gradients
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn import utils
 
@@ -18,64 +18,42 @@ from examples import expert_parallel
 from fsdp_dynamo import UnsupportedError, fully_shard
 
 
-def _differences(model: nn.Module, reference: nn.Module) -> list[float]:
-    """Of gradients, by parameter, relative to the largest."""
-    found = []
-    whole: Any
-    for (name, param), (other, expected) in zip(
-        model.named_parameters(), reference.named_parameters(), strict=True
-    ):
-        assert name == other
-        whole = param.grad
-        assert isinstance(whole, DTensor)
-        assert expected.grad is not None
-        difference = (whole.full_tensor() - expected.grad).abs().max()  # type: ignore[attr-defined]
-        found.append(float(difference / expected.grad.abs().max()))
-    return found
+def _assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
+    """Relative to the largest element of each parameter's."""
+    got, expected = gradients(model), gradients(reference)
+    assert got.keys() == expected.keys()
+    for name, grad in got.items():
+        difference = (grad - expected[name]).abs().max()
+        assert difference < 1e-5 * expected[name].abs().max(), name
 
 
 # -- experts -----------------------------------------------------------------------------------
 
 
-def _experts(rank: int, world_size: int) -> dict[str, float]:
+@on_ranks(4)
+def test_experts_on_other_ranks(rank: int) -> None:
     reference = expert_parallel.make_model()
-    for other in range(world_size):
-        (expert_parallel.loss_of(reference, 0, other) / world_size).backward()
+    for other in range(4):
+        (expert_parallel.loss_of(reference, 0, other) / 4).backward()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
-    model = expert_parallel.shard(expert_parallel.make_model(mesh["expert"]), mesh)
+    model: Any = expert_parallel.shard(expert_parallel.make_model(mesh["expert"]), mesh)
     expert_parallel.loss_of(model, 0, rank).backward()
-    exact = float(
-        utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
-    )
-    return {
-        "gradients": max(_differences(model, reference)),
-        "ours": abs(model.clip_grad_norm_(1e9).item() / exact - 1),  # type: ignore[operator]
-    }
+    _assert_equal_gradients(model, reference)
+    norm = utils.get_total_norm(gradients(reference).values())
+    torch.testing.assert_close(model.clip_grad_norm_(1e9), norm, rtol=1e-5, atol=0)
 
 
-def test_experts_on_other_ranks(ranks: RankPool) -> None:
-    for differences in ranks.run(_experts, 4):
-        assert max(differences.values()) < 1e-5, differences
-
-
-def _experts_of_which_no_rank_knows(rank: int, world_size: int) -> list[str]:
+@on_ranks(4)
+def test_norms_that_differ_are_refused_on_all_ranks(rank: int) -> None:
     """Units on fewer ranks, whose parameters do not say that others hold different ones."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
     torch.manual_seed(mesh.get_local_rank("expert"))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[1], mesh=mesh["data"])
     fully_shard(model)
     model(torch.ones(2, 4) * (rank + 1)).square().sum().backward()
-    with pytest.raises(UnsupportedError) as caught:
-        model.clip_grad_norm_(1.0)  # type: ignore[operator]
-    return [str(caught.value)]
-
-
-def test_norms_that_differ_are_refused_on_all_ranks(ranks: RankPool) -> None:
-    for errors in ranks.run(_experts_of_which_no_rank_knows, 4):
-        for text in errors:
-            assert "expected one norm on all ranks of the root" in text
-            assert "let those be DTensors over these ranks" in text
+    with pytest.raises(UnsupportedError, match="expected one norm on all ranks of the root"):
+        model.clip_grad_norm_(1.0)
 
 
 # -- sequences over ranks ------------------------------------------------------------------------
@@ -122,7 +100,8 @@ def _attentions(group: Any = None) -> nn.Sequential:
     return nn.Sequential(_Attention(group), _Attention(group), nn.Linear(8, 3))
 
 
-def _sequences(rank: int, world_size: int) -> float:
+@on_ranks(4)
+def test_sequences_over_ranks(rank: int) -> None:
     """Two batches of sequences, each over two ranks; a unit is sharded over all four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     batches = torch.randn(2, 3, 10, 8, generator=torch.Generator().manual_seed(1))
@@ -136,8 +115,4 @@ def _sequences(rank: int, world_size: int) -> float:
     fully_shard(model, mesh=both)
     own = batches[mesh.get_local_rank("data")].chunk(2, 1)[mesh.get_local_rank("context")]
     model(own).square().mean().backward()
-    return max(_differences(model, reference))
-
-
-def test_sequences_over_ranks(ranks: RankPool) -> None:
-    assert max(ranks.run(_sequences, 4)) < 1e-5
+    _assert_equal_gradients(model, reference)

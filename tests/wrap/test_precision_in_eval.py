@@ -10,11 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.fsdp as upstream
+from loops import whole_gradients
 from models import batch as tokens_of
 from models import loss_of, make_transformer
 from models import wrap as wrap_blocks
 from modes import MODES, in_mode
-from pool import RankPool, on_ranks
+from pool import on_ranks
 from torch import nn
 
 import fsdp_dynamo
@@ -74,17 +75,16 @@ CASES: tuple[tuple[Callable[[Library], dict[str, Any]], dict[str, Any], bool], .
 )
 
 
-def _dtypes(library: Library, rank: int, units: Any, precision: Any, in_full: bool) -> Any:
+def _dtypes(library: Library, units: Any, precision: Any, in_full: bool) -> Any:
     """What each module has seen, and the output: in training, twice in evaluation, in training."""
     net = _Net()
-    device = {"device_id": torch.device("cpu")} if library is upstream else {}
     with mock.patch.dict("os.environ", {FULL_PRECISION_IN_EVAL: str(int(in_full))}):
         model = library.FullyShardedDataParallel(
             net,
             mixed_precision=library.MixedPrecision(**precision),
             use_orig_params=True,
+            device_id=torch.device("cpu"),
             **units(library),
-            **device,
         )
     found: list[Any] = []
     for trains, with_grad in ((True, True), (False, False), (False, True), (True, True)):
@@ -102,28 +102,18 @@ def _dtypes(library: Library, rank: int, units: Any, precision: Any, in_full: bo
     return found
 
 
-def _beside_upstream(rank: int, world_size: int) -> list[tuple[Any, Any, Any]]:
-    return [
-        (case, *(_dtypes(one, rank, *case) for one in (upstream, fsdp_dynamo))) for case in CASES
-    ]
-
-
-def test_dtypes_are_upstreams(ranks: RankPool) -> None:
-    for answers in ranks.run(_beside_upstream, 2):
-        for case, theirs, ours in answers:
-            assert ours == theirs, case
-
-
-def _model(in_full: str) -> FSDP:
-    with mock.patch.dict("os.environ", {FULL_PRECISION_IN_EVAL: in_full}):
-        return wrap_blocks(
-            make_transformer(num_blocks=1), mixed_precision=MixedPrecision(param_dtype=LOW)
-        )
+@on_ranks(2)
+def test_dtypes_are_upstreams(rank: int) -> None:
+    for case in CASES:
+        theirs, ours = (_dtypes(library, *case) for library in (upstream, fsdp_dynamo))
+        assert ours == theirs, case
 
 
 def _step(rank: int, mode: str, in_full: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits of an evaluation between a forward and its backward; gradients of these."""
-    wrapped = _model(in_full)
+    low = MixedPrecision(param_dtype=LOW)
+    with mock.patch.dict("os.environ", {FULL_PRECISION_IN_EVAL: in_full}):
+        wrapped = wrap_blocks(make_transformer(num_blocks=1), mixed_precision=low)
     model = in_mode(wrapped, mode)
     loss = loss_of(model, tokens_of(rank, 0))
     wrapped.eval()
@@ -131,54 +121,40 @@ def _step(rank: int, mode: str, in_full: str) -> tuple[torch.Tensor, dict[str, t
         logits = model(tokens_of(rank, 1))
     wrapped.train()
     loss.backward()
-    with FSDP.summon_full_params(wrapped, with_grads=True, writeback=False):
-        grads = {n: p.grad.clone() for n, p in wrapped.named_parameters() if p.grad is not None}
-    return logits, grads
+    return logits, whole_gradients(wrapped)
 
 
-def _values(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_values(rank: int) -> None:
+    """Evaluations equal the plain model's; gradients are those of the low-precision forward."""
     plain = make_transformer(num_blocks=1).eval()(tokens_of(rank, 1)).detach()
     _, expected = _step(rank, "eager", "0")
-    return plain, expected, {mode: _step(rank, mode, "1") for mode in MODES}
-
-
-def test_values(ranks: RankPool) -> None:
-    """Evaluations equal the plain model's; gradients are those of the low-precision forward."""
-    for plain, expected, found in ranks.run(_values, 2):
-        for logits, grads in found.values():
-            torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(grads, expected, rtol=2e-2, atol=1e-3)
-
-
-def _buffers(rank: int, world_size: int) -> list[tuple[torch.dtype, str]]:
-    found = []
     for mode in MODES:
-        with mock.patch.dict("os.environ", {FULL_PRECISION_IN_EVAL: "1"}):
-            wrapped = FSDP(_Net(), mixed_precision=MixedPrecision(**FULL), **_blocks(fsdp_dynamo))
-        model = in_mode(wrapped.eval(), mode)
-        try:
-            model(torch.ones(2, 4))
-            found.append((wrapped.module.scale.dtype, ""))
-        except FSDPError as error:
-            found.append((wrapped.module.scale.dtype, str(error)))
-    return found
+        logits, grads = _step(rank, mode, "1")
+        torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(grads, expected, rtol=2e-2, atol=1e-3)
 
 
-def test_buffers(ranks: RankPool) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_buffers(rank: int, mode: str) -> None:
     """They are cast between graphs, so not in graph mode, which says so."""
-    for eager, hooks, graph in ranks.run(_buffers, 2):
-        assert eager == hooks == (torch.float32, "")
-        assert "FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype" in graph[1]
+    with mock.patch.dict("os.environ", {FULL_PRECISION_IN_EVAL: "1"}):
+        wrapped = FSDP(_Net(), mixed_precision=MixedPrecision(**FULL), **_blocks(fsdp_dynamo))
+    model = in_mode(wrapped.eval(), mode)
+    if mode == "graph":
+        with pytest.raises(FSDPError, match="FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype"):
+            model(torch.ones(2, 4))
+    else:
+        model(torch.ones(2, 4))
+        assert wrapped.module.scale.dtype == torch.float32
 
 
-def _wrong_shape(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_errors_of_nested_units_stay_as_they_are(rank: int) -> None:
+    """They are not taken for uses of sharded parameters outside of their unit."""
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         FSDP(_Net(), **_blocks(fsdp_dynamo))(torch.ones(2, 5))
-
-
-def test_errors_of_nested_units_stay_as_they_are(ranks: RankPool) -> None:
-    """They are not taken for uses of sharded parameters outside of their unit."""
-    ranks.run(_wrong_shape, 2)
 
 
 class _Normed(nn.Module):

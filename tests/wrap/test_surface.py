@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as upstream
 import torch.distributed.fsdp.wrap as upstream_wrap
-from pool import RankPool
+from loops import different
+from pool import on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,21 +43,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["wrap", "api", "fully_sharded_data_parallel"])
-def test_import_paths(name: str) -> None:
-    """Configuration types are importable from where the wrapper is, as upstream's are."""
-    theirs = import_module(f"torch.distributed.fsdp.{name}")
-    ours = import_module(f"fsdp_dynamo.{name}")
-    assert set(theirs.__all__) - set(ours.__all__) == set()
-    configs = import_module("torch.distributed.fsdp.api").__all__ if name != "wrap" else ()
-    assert [n for n in configs if getattr(ours, n) is not getattr(fsdp_dynamo, n)] == []
-
-
-def test_policies_and_scaler_at_the_top() -> None:
-    from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
-
-    assert ShardedGradScaler is fsdp_dynamo.ShardedGradScaler
-    for name in set(upstream_wrap.__all__) - {"wrap", "enable_wrap"}:
-        assert getattr(fsdp_dynamo, name) is getattr(fsdp_dynamo.wrap, name)
+def test_names_stand_for_one_object(name: str) -> None:
+    """A public name is the same object in every module that exports it."""
+    module = import_module(f"fsdp_dynamo.{name}")
+    shared = [n for n in module.__all__ if hasattr(fsdp_dynamo, n) and n != "wrap"]
+    assert shared
+    assert [n for n in shared if getattr(fsdp_dynamo, n) is not getattr(module, n)] == []
 
 
 class _Net(nn.Module):
@@ -134,21 +126,16 @@ def _units(library: Library, policy: Any, ignores: bool) -> list[str] | set[str]
     return sorted(plain_fqn(name) for name in found)
 
 
-def _policies(rank: int, world_size: int) -> list[tuple[str, bool, Any, Any]]:
+@on_ranks(2)
+def test_policies_choose_as_upstreams_do(rank: int) -> None:
     warnings.simplefilter("ignore")
-    return [
-        (name, ignores, *(_units(one, make(wrap), ignores) for one, wrap in BOTH))
-        for name, make in POLICIES.items()
-        for ignores in ((False, True) if "size" in name else (True,))
-    ]
-
-
-def test_policies_choose_as_upstreams_do(ranks: RankPool) -> None:
-    for answers in ranks.run(_policies, 2):
-        assert len(answers) >= len(POLICIES)
-        for name, ignores, theirs, ours in answers:
-            is_kind = isinstance(theirs, set) and isinstance(ours, set) and theirs <= ours
-            assert theirs == ours or is_kind, (name, ignores)
+    for name, make in POLICIES.items():
+        for ignores in (False, True) if "size" in name else (True,):
+            theirs, ours = (_units(library, make(wrap), ignores) for library, wrap in BOTH)
+            if isinstance(theirs, set):  # kinds of an error, to which ours adds
+                assert theirs <= set(ours), (name, ignores)
+            else:
+                assert ours == theirs, (name, ignores)
 
 
 SETTINGS: dict[str, Callable[[Library], dict[str, Any]]] = {
@@ -224,19 +211,16 @@ def _attributes(library: Library, setting: str) -> list[Any]:
     return seen
 
 
-def _all_attributes(rank: int, world_size: int) -> list[tuple[str, Any, Any]]:
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(4)
+def test_attributes_are_upstreams(rank: int, setting: str) -> None:
     warnings.simplefilter("ignore")
-    return [(name, *(_attributes(one, name) for one, _ in BOTH)) for name in SETTINGS]
+    theirs, ours = (_attributes(library, setting) for library, _ in BOTH)
+    assert ours == theirs
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_attributes_are_upstreams(ranks: RankPool, world_size: int) -> None:
-    for answers in ranks.run(_all_attributes, world_size):
-        for name, theirs, ours in answers:
-            assert theirs == ours, name
-
-
-def _setting(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_setting_attributes(rank: int) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).half())
     model = FSDP(net, forward_prefetch=True, device_id="cpu")
     nested = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4))))[0]
@@ -260,68 +244,53 @@ def _setting(rank: int, world_size: int) -> None:
         _ = model.flat_param
 
 
-def test_setting_attributes(ranks: RankPool) -> None:
-    ranks.run(_setting, 2)
-
-
-def _annotated(rank: int, world_size: int) -> list[Any]:
+@on_ranks(2)
+def test_modules_wrapped_where_they_are_built(rank: int) -> None:
     answers: list[Any] = []
     for library, wrap in BOTH:
         cls = library.FullyShardedDataParallel
-        group = dist.new_group()
-        settings = {"process_group": group, "device_id": CPU, "use_orig_params": True}
+        settings = {"process_group": dist.new_group(), "device_id": CPU, "use_orig_params": True}
+        no_shard = library.ShardingStrategy.NO_SHARD
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with wrap.enable_wrap(wrapper_cls=cls, **settings):
-                inner = wrap.wrap(nn.Linear(4, 4), sharding_strategy=_no_shard(library))
+                inner = wrap.wrap(nn.Linear(4, 4), sharding_strategy=no_shard)
                 blocks = wrap.wrap(nn.ModuleList([inner, wrap.wrap(nn.Linear(4, 4))]))
                 with pytest.raises(NotImplementedError):
                     wrap.enable_wrap(wrapper_cls=cls).__enter__()
-        plain = wrap.wrap(nn.Linear(4, 4))
-        out = torch.ones(1, 4)
-        for block in blocks:
-            out = block(out)
-        strategies = [block.sharding_strategy.name for block in blocks]
-        answers.append([type(blocks) is cls, type(plain), strategies, out.tolist()])
-    return answers
+        assert type(wrap.wrap(nn.Linear(4, 4))) is nn.Linear
+        assert type(blocks) is cls
+        out = blocks[1](blocks[0](torch.ones(1, 4)))
+        answers.append(([block.sharding_strategy.name for block in blocks], out.tolist()))
+    theirs, ours = answers
+    assert ours == theirs
 
 
-def _no_shard(library: Library) -> Any:
-    return library.ShardingStrategy.NO_SHARD
-
-
-def test_modules_wrapped_where_they_are_built(ranks: RankPool) -> None:
-    for theirs, ours in ranks.run(_annotated, 2):
-        assert theirs == ours
-
-
-def _container(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_a_container_with_parameters_warns(rank: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP(nn.ModuleList([nn.Linear(2, 2)]))
         FSDP(nn.ModuleDict({"x": FSDP(nn.Linear(2, 2))}))
-    return [str(one.message) for one in caught]
+    texts = [str(warning.message) for warning in caught]
+    assert ["ModuleList of 1 modules is a unit" in text for text in texts] == [True]
 
 
-def test_a_container_with_parameters_warns(ranks: RankPool) -> None:
-    for messages in ranks.run(_container, 2):
-        assert ["ModuleList of 1 modules is a unit" in text for text in messages] == [True]
-
-
-def _half(rank: int, world_size: int) -> list[Any]:
+@on_ranks(4)
+def test_a_group_smaller_than_the_world(rank: int) -> None:
     """Half of the ranks train; rank 0's plain state is scattered to them, and gathered again."""
     warnings.simplefilter("ignore")
-    answers: list[Any] = []
+    norms, states = [], []
     for library, wrap in BOTH:
         cls, kind = library.FullyShardedDataParallel, library.fully_sharded_data_parallel
-        half = dist.new_group(range(world_size // 2))
+        half = dist.new_group([0, 1])
         torch.manual_seed(0)
         plain, net = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2))
         before = torch.optim.Adam(plain.parameters(), lr=0.1)
         plain(torch.ones(1, 4)).square().sum().backward()
         before.step()
-        if rank >= world_size // 2:
+        if rank >= 2:
             continue
         policy = wrap.ModuleWrapPolicy({nn.Linear})
         kept = library is fsdp_dynamo  # upstream's original parameters are wrong on CPU
@@ -338,21 +307,12 @@ def _half(rank: int, world_size: int) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
         saved = cls.full_optim_state_dict(model, optimizer, group=half).get("state", {})
-        moments = {name: one["exp_avg"] for name, one in saved.items()}
-        answers.append(
-            (norm, {**model.state_dict(), **{f"{n} avg": m for n, m in moments.items()}})
-        )
-    return [(float(norm), {n: v.tolist() for n, v in values.items()}) for norm, values in answers]
-
-
-def test_a_group_smaller_than_the_world(ranks: RankPool) -> None:
-    answers = ranks.run(_half, 4)
-    assert [len(answer) for answer in answers] == [2, 2, 0, 0]
-    for (their_norm, theirs), (our_norm, ours) in answers[:2]:
-        assert our_norm == pytest.approx(their_norm)
-        assert theirs.keys() == ours.keys()
-        for name, value in theirs.items():
-            assert torch.allclose(torch.tensor(ours[name]), torch.tensor(value)), name
+        moments = {f"{name} avg": one["exp_avg"] for name, one in saved.items()}
+        norms.append(float(norm))
+        states.append({**model.state_dict(), **moments})
+    if rank < 2:
+        assert norms[1] == pytest.approx(norms[0])
+        assert different(states[1], states[0]) == []
 
 
 def test_constructors_and_arguments_agree() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from loops import different, gradients, whole_gradients
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -27,28 +28,17 @@ class _Based(nn.Module):
         return self.layer(y.a + y.b)  # type: ignore[no-any-return,attr-defined]
 
 
-def _train(rank: int, world_size: int) -> list[tuple[float, list[torch.Tensor]]]:
-    """Loss and gradients without a wrapper and in each mode; ranks have equal batches."""
+@on_ranks(2)
+def test_an_ignored_one_is_used_in_all_modes(rank: int) -> None:
     with pytest.raises(FSDPValueError, match=r"'base': expected a plain tensor.*TwoTensor"):
         FSDP(_Based())
-    found = []
-    for mode in ("plain", *MODES):
+    plain = _Based()
+    expected = plain(torch.ones(2, 4)).sum()
+    expected.backward()
+    for mode in MODES:
         model = _Based()
-        run = model
-        if mode != "plain":
-            run = in_mode(FSDP(model, ignored_states=[model.base]), mode)
-        loss = run(torch.ones(2, 4)).sum()
+        sharded = FSDP(model, ignored_states=[model.base])
+        loss = in_mode(sharded, mode)(torch.ones(2, 4)).sum()
         loss.backward()
-        with FSDP.summon_full_params(run, with_grads=True):
-            grads = [p.grad.clone() for p in model.layer.parameters() if p.grad is not None]
-        found.append((loss.item(), grads))
-    return found
-
-
-def test_an_ignored_one_is_used_in_all_modes(ranks: RankPool) -> None:
-    for expected, *others in ranks.run(_train, 2):
-        assert len(others) == len(MODES)
-        assert len(expected[1]) == 2
-        for loss, grads in others:
-            assert loss == pytest.approx(expected[0])
-            torch.testing.assert_close(grads, expected[1])
+        torch.testing.assert_close(loss, expected)
+        assert different(whole_gradients(sharded), gradients(plain)) == []

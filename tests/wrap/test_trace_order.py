@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import Transformer
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 
 from fsdp_dynamo import FSDP, FSDPValueError
@@ -75,16 +75,13 @@ def test_a_forward_that_branches_on_values_is_refused() -> None:
     assert "blocks.0.qkv" in trace_execution(Transformer(num_blocks=1)).modules
 
 
-def _wrapped_by_use(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_as_input_of_a_policy(rank: int) -> None:
     model = Backwards()
     trace = trace_execution(model, {"twice": True})
     policy = CustomPolicy(lambda m: trace.uses(m) and isinstance(m, nn.Linear | nn.Sequential))
     wrapped = FSDP(model, auto_wrap_policy=policy)
     wrapped(torch.ones(1, 2)).sum().backward()
-    return [unit.fqn for unit in wrapped._fsdp_root.units]
-
-
-def test_as_input_of_a_policy(ranks: RankPool) -> None:
-    for units in ranks.run(_wrapped_by_use, 2):
-        assert "unused" not in units
-        assert {"last", "first", "tied"} <= set(units)
+    units = {unit.fqn for unit in wrapped._fsdp_root.units}
+    assert {"last", "first", "tied"} <= units
+    assert "unused" not in units

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as upstream
+from loops import whole_gradients
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -52,21 +53,12 @@ def _by_hit(library: Library, module: nn.Module) -> bool | dict[str, Any]:
     return False
 
 
-def _module_policy(library: Library) -> Any:
-    policies = upstream.wrap if library is upstream else fsdp_dynamo.wrap_policy
-    return policies.ModuleWrapPolicy({_Block})
-
-
-def _custom_policy(library: Library) -> Any:
-    policies = upstream.wrap if library is upstream else fsdp_dynamo.wrap_policy
-    return policies.CustomPolicy(lambda module: _by_hit(library, module))
-
-
-POLICIES: tuple[Callable[[Library], Any], ...] = (
-    _module_policy,
-    _custom_policy,
-    lambda _: lambda *_, **__: False,
-)
+LIBRARIES = {upstream: upstream.wrap, fsdp_dynamo: fsdp_dynamo.wrap_policy}
+POLICIES: dict[str, Callable[[Library], Any]] = {
+    "classes": lambda library: LIBRARIES[library].ModuleWrapPolicy({_Block}),
+    "custom": lambda library: LIBRARIES[library].CustomPolicy(partial(_by_hit, library)),
+    "nothing": lambda _: lambda *_, **__: False,
+}
 
 
 def _batch(rank: int) -> torch.Tensor:
@@ -81,7 +73,6 @@ def _units_and_dtypes(library: Library, policy: Any, rank: int) -> Any:
     """Units; what each layer has seen; buffers and output; whether a warning named batch norms."""
     torch.manual_seed(0)
     precision = library.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
-    arguments = {"device_id": torch.device("cpu")} if library is upstream else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = library.FullyShardedDataParallel(
@@ -89,7 +80,7 @@ def _units_and_dtypes(library: Library, policy: Any, rank: int) -> Any:
             auto_wrap_policy=policy,
             mixed_precision=precision,
             use_orig_params=True,
-            **arguments,
+            device_id=torch.device("cpu"),
         )
     warned = any("BatchNorm1d" in str(one.message) for one in caught)
     seen: dict[str, Any] = {}
@@ -110,89 +101,66 @@ def _units_and_dtypes(library: Library, policy: Any, rank: int) -> Any:
     return units, seen, buffers, out.float().tolist(), warned
 
 
-def _beside_upstream(rank: int, world_size: int) -> list[tuple[Any, Any]]:
-    return [
-        tuple(_units_and_dtypes(one, make(one), rank) for one in (upstream, fsdp_dynamo))
-        for make in POLICIES
-    ]
-
-
-def test_batch_norms_are_units_in_full_precision(ranks: RankPool) -> None:
-    for answers in ranks.run(_beside_upstream, 2):
-        for theirs, ours in answers:
-            assert ours == theirs
-            assert ours[-1]
-
-
-def _grads(rank: int, mode: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    wrapped = FSDP(
-        _Net(),
-        auto_wrap_policy=ModuleWrapPolicy({_Block}),
-        mixed_precision=MixedPrecision(torch.bfloat16),
+@pytest.mark.parametrize("policy", POLICIES)
+@on_ranks(2)
+def test_batch_norms_are_units_in_full_precision(rank: int, policy: str) -> None:
+    theirs, ours = (
+        _units_and_dtypes(library, POLICIES[policy](library), rank) for library in LIBRARIES
     )
-    in_mode(wrapped, mode)(_batch(rank)).float().pow(2).sum().backward()
-    with FSDP.summon_full_params(wrapped, with_grads=True, writeback=False):
-        found = {fqn: p.grad.clone() for fqn, p in wrapped.named_parameters() if p.grad is not None}
-    return found | {fqn: buffer.clone() for fqn, buffer in wrapped.named_buffers()}
+    assert ours == theirs
+    assert ours[-1]
 
 
-def _compiled(rank: int, world_size: int) -> list[Any]:
-    return [_grads(rank, mode) for mode in MODES]
+def _low(model: nn.Module) -> FSDP:
+    policy = ModuleWrapPolicy({_Block})
+    return FSDP(model, auto_wrap_policy=policy, mixed_precision=MixedPrecision(torch.bfloat16))
 
 
-def test_compiled(ranks: RankPool) -> None:
-    for eager, *others in ranks.run(_compiled, 2):
-        for other in others:
-            torch.testing.assert_close(other, eager, rtol=2e-2, atol=2e-2)
+@on_ranks(2)
+def test_compiled(rank: int) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    for mode in MODES:
+        torch.manual_seed(0)
+        wrapped = _low(_Net())
+        in_mode(wrapped, mode)(_batch(rank)).float().pow(2).sum().backward()
+        buffers = {fqn: buffer.clone() for fqn, buffer in wrapped.named_buffers()}
+        found.append(whole_gradients(wrapped) | buffers)
+    for values in found[1:]:
+        torch.testing.assert_close(values, found[0], rtol=2e-2, atol=2e-2)
 
 
-def _checkpointed(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_not_in_checkpoint_wrappers(rank: int) -> None:
+    """A checkpointed block runs as one: a unit inside would be gathered in its recomputation."""
     model = _Net()
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    wrapped = FSDP(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({_Block}),
-        mixed_precision=MixedPrecision(torch.bfloat16),
-    )
+    wrapped = _low(model)
     torch.compile(wrapped, backend="aot_eager")(_batch(rank)).float().sum().backward()
-    return [unit.fqn for unit in wrapped._fsdp_root.units]
+    units = [unit.fqn for unit in wrapped._fsdp_root.units]
+    assert units == ["", "norm", "blocks.0", "blocks.1", "blocks.1.1"]
 
 
-def test_not_in_checkpoint_wrappers(ranks: RankPool) -> None:
-    """A checkpointed block runs as one: a unit inside would be gathered in its recomputation."""
-    for units in ranks.run(_checkpointed, 2):
-        assert units == ["", "norm", "blocks.0", "blocks.1", "blocks.1.1"]
-
-
-def _says_no_shard(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
-    """Whether a warning names NO_SHARD: on one rank, asked for there, on all ranks; upstream's."""
-    alone = [dist.new_group([one]) for one in range(world_size)][rank]
-    found: list[list[bool]] = []
-    for library in (upstream, fsdp_dynamo):
-        device = {"device_id": torch.device("cpu")} if library is upstream else {}
-        said = []
-        for group, strategy in (
-            (alone, library.ShardingStrategy.SHARD_GRAD_OP),
-            (alone, library.ShardingStrategy.NO_SHARD),
-            (None, library.ShardingStrategy.FULL_SHARD),
+@on_ranks(2)
+def test_one_rank_says_that_it_shards_nothing(rank: int) -> None:
+    """Unless NO_SHARD was asked for, as upstream does."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    for library in LIBRARIES:
+        for group, strategy, says in (
+            (alone, library.ShardingStrategy.SHARD_GRAD_OP, True),
+            (alone, library.ShardingStrategy.NO_SHARD, False),
+            (None, library.ShardingStrategy.FULL_SHARD, False),
         ):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 library.FullyShardedDataParallel(
-                    _Net(), process_group=group, sharding_strategy=strategy, **device
+                    _Net(), group, strategy, device_id=torch.device("cpu")
                 )
-            said.append(any("NO_SHARD" in str(one.message) for one in caught))
-        found.append(said)
-    return found[0], found[1]
+            assert any("NO_SHARD" in str(one.message) for one in caught) is says
 
 
-def test_one_rank_says_that_it_shards_nothing(ranks: RankPool) -> None:
-    for theirs, ours in ranks.run(_says_no_shard, 2):
-        assert ours == theirs == [True, False, False]
-
-
-def _wraps_units(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_modules_that_are_units_already(rank: int) -> None:
+    """A policy may not choose them, nor what is in them; others it may."""
     model = _Net()
     model.blocks[0] = FSDP(model.blocks[0])
     for cls in (_Block, FSDP):
@@ -200,8 +168,3 @@ def _wraps_units(rank: int, world_size: int) -> None:
             FSDP(model, auto_wrap_policy=ModuleWrapPolicy({cls, nn.BatchNorm1d}))
     wrapped = FSDP(model, auto_wrap_policy=lambda module, **_: module is not model.blocks[0])
     assert isinstance(wrapped.module.first, FSDP)
-
-
-def test_modules_that_are_units_already(ranks: RankPool) -> None:
-    """A policy may not choose them, nor what is in them; others it may."""
-    ranks.run(_wraps_units, 2)

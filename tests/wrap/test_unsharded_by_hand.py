@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from loops import error_of
 from models import Block, batch, loss_of, make_transformer
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_dynamo import FSDP, fully_shard
+from fsdp_dynamo import FSDP, FSDPError, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -25,89 +26,83 @@ def _is_plain(param: torch.Tensor) -> bool:
     return isinstance(param, nn.Parameter) and not isinstance(param, DTensor)
 
 
-def _read(rank: int, world_size: int, mode: str) -> dict[str, bool]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_whole_until_used(rank: int, mode: str) -> None:
     plain, model = make_transformer(num_blocks=2), _sharded()
     runs = in_mode(model, mode)
     block, expected = model.blocks[0], dict(plain.blocks[0].named_parameters())
     sharded = dict(block.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: dict[str, bool] = {}
 
-    def whole(name: str) -> None:
+    def assert_whole() -> None:
         found = dict(block.named_parameters())
-        seen[f"whole {name}"] = found.keys() == expected.keys() and all(
-            _is_plain(found[n]) and torch.equal(found[n], expected[n]) for n in expected
-        )
+        assert found.keys() == expected.keys()
+        for name, param in found.items():
+            assert _is_plain(param)
+            assert torch.equal(param, expected[name])
 
-    def back(name: str) -> None:
+    def assert_sharded() -> None:
         found = dict(block.named_parameters())
-        seen[f"back {name}"] = all(found[n] is sharded[n] for n in sharded)
+        assert all(found[name] is param for name, param in sharded.items())
 
     block.unshard()
-    whole("unshard()")
-    seen["only its own"] = isinstance(model.blocks[1].up.weight, DTensor)
+    assert_whole()
+    assert isinstance(model.blocks[1].up.weight, DTensor)
     with torch.no_grad():
         ones = torch.ones(1, block.up.in_features)
-        seen["used"] = torch.equal(block.up(ones), plain.blocks[0].up(ones))
+        assert torch.equal(block.up(ones), plain.blocks[0].up(ones))
     block.reshard()
-    back("reshard()")
+    assert_sharded()
     handle = block.unshard(async_op=True)
-    back("before wait()")
+    assert_sharded()
     handle.wait()
-    whole("wait()")
+    assert_whole()
     state = model.state_dict()
-    seen["state dict"] = all(isinstance(value, DTensor) for value in state.values())
-    back("state_dict()")
-    for use in ("forward", "load", "summon", "to"):
+    assert all(isinstance(value, DTensor) for value in state.values())
+    assert_sharded()
+
+    def summon() -> None:
+        with FSDP.summon_full_params(model):
+            pass
+
+    for use in (lambda: model.load_state_dict(state), summon, model.float):
         block.unshard()
-        whole(use)
-        if use == "forward":
-            loss = loss_of(runs, batch(rank, 0))
-            seen["loss"] = torch.allclose(loss, loss_of(plain, batch(rank, 0)))
-            loss.backward()
-        elif use == "load":
-            model.load_state_dict(state)
-        elif use == "summon":
-            with FSDP.summon_full_params(model):
-                pass
-        else:
-            model.to(torch.float32)
-        back(use)
+        assert_whole()
+        use()
+        assert_sharded()
+    block.unshard()
+    loss = loss_of(runs, batch(rank, 0))
+    torch.testing.assert_close(loss, loss_of(plain, batch(rank, 0)))
+    loss.backward()
+    assert_sharded()
     block.unshard()
     optimizer.step()
-    changed = loss_of(runs, batch(rank, 0))
-    seen["a step is seen"] = not torch.equal(changed, loss)
-    back("step")
-    return seen
+    assert not torch.equal(loss_of(runs, batch(rank, 0)), loss)  # the step is seen
+    assert_sharded()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_whole_until_used(ranks: RankPool, mode: str) -> None:
-    for seen in ranks.run(_read, 2, mode):
-        assert all(seen.values()), [name for name, right in seen.items() if not right]
-
-
-def _lost(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_what_would_be_lost_is_refused(rank: int) -> None:
+    """Values that are written to whole parameters, and their gradients."""
     model = _sharded()
     block: Any = model.blocks[0]
-    errors = []
-    for use in ("write", "gradient"):
-        block.unshard()
-        if use == "write":
-            nn.init.zeros_(block.up.weight)
-            errors.append(error_of(lambda: loss_of(model, batch(rank, 0))))
-        else:
-            errors.append(error_of(block.up(torch.ones(1, block.up.in_features)).sum().backward))
+
+    def write() -> None:
+        nn.init.zeros_(block.up.weight)
+
+    def make_gradients() -> None:
+        block.up(torch.ones(1, block.up.in_features)).sum().backward()
+
+    def run() -> None:
         loss_of(model, batch(rank, 0)).backward()
-    block.unshard()
-    nn.init.zeros_(block.up.weight)
-    errors.append(error_of(block.reshard))
-    loss_of(model, batch(rank, 0)).backward()
-    return errors
 
+    def write_and(then: Callable[[], object]) -> None:
+        write()
+        then()
 
-def test_what_would_be_lost_is_refused(ranks: RankPool) -> None:
-    for errors in ranks.run(_lost, 2):
-        for text in errors:
-            assert "parameter 'blocks.0.up." in text
-            assert "would be lost" in text or "would reduce" in text
+    for lose in (partial(write_and, run), partial(write_and, block.reshard), make_gradients):
+        block.unshard()
+        with pytest.raises(FSDPError, match=r"'blocks\.0\.up\..*(would be lost|would reduce)"):
+            lose()
+        run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from loops import different, gradients, whole_gradients
 from models import Transformer, batch, ddp_losses, loss_of, make_transformer, train, wrap
-from modes import in_mode
+from modes import MODES, in_mode
 from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_dynamo import (
     FSDP,
@@ -31,25 +31,7 @@ from fsdp_dynamo.comm import comm_hooks
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
-
-def _error(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except FSDPError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 # -- communication hooks -----------------------------------------------------------------------
-
-
-def _with_hook(
-    rank: int, world_size: int, hook: str, strategy: str, mode: str
-) -> tuple[list[float], list[float]]:
-    expected, _ = ddp_losses(rank, num_blocks=1)
-    model = wrap(make_transformer(num_blocks=1), sharding_strategy=ShardingStrategy[strategy])
-    model.register_comm_hook(None, getattr(comm_hooks, hook))
-    return expected, train(in_mode(model, mode), rank)[0]
 
 
 @pytest.mark.parametrize(
@@ -62,81 +44,64 @@ def _with_hook(
         ("fp16_compress_hook", "FULL_SHARD", "hooks", 5e-3),
     ],
 )
-def test_hooks_average(ranks: RankPool, hook: str, strategy: str, mode: str, rel: float) -> None:
-    for expected, got in ranks.run(_with_hook, 2, hook, strategy, mode):
-        assert got == pytest.approx(expected, rel=rel)
-        assert hook == "default_hook" or got != expected
+@on_ranks(2)
+def test_hooks_average(rank: int, hook: str, strategy: str, mode: str, rel: float) -> None:
+    expected, _ = ddp_losses(rank, num_blocks=1)
+    model = wrap(make_transformer(num_blocks=1), sharding_strategy=ShardingStrategy[strategy])
+    model.register_comm_hook(None, getattr(comm_hooks, hook))
+    got, _ = train(in_mode(model, mode), rank)
+    assert got == pytest.approx(expected, rel=rel)
+    assert hook == "default_hook" or got != expected
 
 
-def _own_hook(rank: int, world_size: int) -> tuple[list[str], list[tuple[int, ...]], list[str]]:
-    """A hook with a state of its own is called once a unit; what is refused."""
+@on_ranks(2)
+def test_a_hook_of_the_users(rank: int) -> None:
+    """It is called once a unit, with the state that the user gave."""
     calls: list[tuple[int, ...]] = []
 
     def halved(state: list[Any], grad: torch.Tensor, output: torch.Tensor) -> None:
         state.append((grad.numel(), output.numel()))
         dist.reduce_scatter_tensor(output, grad)
-        output.div_(2 * world_size)
+        output.div_(2 * dist.get_world_size())
 
-    expected = wrap(make_transformer(num_blocks=2))
-    loss_of(expected, batch(rank, 0)).backward()
-    model = wrap(make_transformer(num_blocks=2))
+    plain, model = wrap(make_transformer(num_blocks=2)), wrap(make_transformer(num_blocks=2))
     model.register_comm_hook(calls, halved)
+    loss_of(plain, batch(rank, 0)).backward()
     with record_events() as log:
         loss_of(model, batch(rank, 0)).backward()
-    wrong = [
-        name
-        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True)
-        if not torch.allclose(2 * local_of(p.grad), local_of(q.grad), 1e-5, 1e-7)
-    ]
-    assert len(log.keys("reduce_scatter")) == 3
-    hybrid = wrap(
-        make_transformer(num_blocks=1),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_mesh=init_device_mesh("cpu", (1, 2)),
-    )
+    doubled = {name: 2 * grad for name, grad in whole_gradients(model).items()}
+    assert different(doubled, whole_gradients(plain), rtol=1e-5) == []
+    assert len(log.keys("reduce_scatter")) == len(calls) == 3
+    assert all(whole == 2 * part for whole, part in calls)
+    mesh = init_device_mesh("cpu", (1, 2))
+    replicas = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    hybrid = wrap(make_transformer(num_blocks=1), **replicas)
     graph = in_mode(model, "graph")
-    refused = [
-        _error(lambda: model.register_comm_hook(calls, halved)),
-        _error(lambda: expected.blocks[0].register_comm_hook(calls, halved)),
-        _error(lambda: expected.register_comm_hook(calls, "mean")),
-        _error(lambda: hybrid.register_comm_hook(calls, halved)),
-        _error(lambda: graph(batch(rank, 0))),
-    ]
-    return wrong, calls, refused
+    for action, words in (
+        (lambda: model.register_comm_hook(calls, halved), "got the second one"),
+        (lambda: plain.blocks[0].register_comm_hook(calls, halved), "got a nested unit"),
+        (lambda: plain.register_comm_hook(calls, "mean"), "expected a callable"),
+        (lambda: hybrid.register_comm_hook(calls, halved), "a strategy without replicas"),
+        (lambda: graph(batch(rank, 0)), "no communication hook in graph mode"),
+    ):
+        with pytest.raises(FSDPError, match=words):
+            action()
 
 
-def test_a_hook_of_the_users(ranks: RankPool) -> None:
-    for wrong, calls, refused in ranks.run(_own_hook, 2):
-        assert wrong == []
-        assert len(calls) == 3
-        assert all(whole == 2 * part for whole, part in calls)
-        for message, words in zip(
-            refused,
-            (
-                "got the second one",
-                "got a nested unit",
-                "expected a callable",
-                "expected a strategy without replicas",
-                "expected no communication hook in graph mode",
-            ),
-            strict=True,
-        ):
-            assert words in message
-
-
-def _doubled_once(rank: int, world_size: int, strategy: str) -> list[str]:
-    """Gradients of a reduced step, one under ``no_sync()`` and another, by a hook that doubles."""
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_a_hook_sees_each_gradient_once(rank: int, strategy: str) -> None:
+    """Two reduced steps, one under ``no_sync()`` and another, by a hook that doubles."""
 
     def doubled(state: None, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-        dist.all_reduce(grad)
-        grad.mul_(2 / world_size)
+        dist.all_reduce(grad)  # a sum over two ranks is twice the mean
         if output is not None:
-            output.copy_(grad.chunk(world_size)[rank])
+            output.copy_(grad.chunk(2)[rank])
 
     plain = make_transformer(num_blocks=1)
     for step in range(4):
-        for each in range(world_size):
-            (loss_of(plain, batch(each, step)) * 2 / world_size).backward()
+        for each in range(2):
+            loss_of(plain, batch(each, step)).backward()
     model = wrap(make_transformer(num_blocks=1), sharding_strategy=ShardingStrategy[strategy])
     model.register_comm_hook(object(), doubled)
     loss_of(model, batch(rank, 0)).backward()
@@ -144,61 +109,40 @@ def _doubled_once(rank: int, world_size: int, strategy: str) -> list[str]:
     with model.no_sync():
         loss_of(model, batch(rank, 2)).backward()
     loss_of(model, batch(rank, 3)).backward()
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-        pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
-        return [name for (name, p), q in pairs if not torch.allclose(p.grad, q.grad, 1e-4, 1e-6)]
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_a_hook_sees_each_gradient_once(ranks: RankPool, strategy: str) -> None:
-    assert ranks.run(_doubled_once, 2, strategy) == [[], []]
+    assert different(whole_gradients(model), gradients(plain)) == []
 
 
 # -- registered methods --------------------------------------------------------------------------
 
 
-def _generate(rank: int, world_size: int) -> tuple[list[list[int]], list[list[int]], float, float]:
+@on_ranks(2)
+def test_generate_of_different_lengths(rank: int) -> None:
     """Each rank generates until its own end token comes; then a training step."""
     import hf_models
 
     ends = {f"{kind}_token_id": 0 for kind in ("bos", "eos", "pad")}
     sizes: dict[str, Any] = {"vocab_size": 24, "n_positions": 48, "use_cache": True}
-    model, layer = hf_models.make("gpt2", **sizes, **ends)
-    plain = copy.deepcopy(model.eval())
-    generator = torch.Generator().manual_seed(rank)
-    prompt = torch.randint(1, 24, (1, 4), generator=generator)
-    how: dict[str, Any] = {"do_sample": True, "max_new_tokens": 30}
+    plain, layer = hf_models.make("gpt2", **sizes, **ends)
+    model = FSDP(copy.deepcopy(plain.eval()), auto_wrap_policy=ModuleWrapPolicy({layer}))
+    model.register_forward_method("generate")
+    prompt = torch.randint(1, 24, (1, 4), generator=torch.Generator().manual_seed(rank))
+    how: dict[str, Any] = {"do_sample": True, "max_new_tokens": 30, "max_length": None}
     how["attention_mask"] = torch.ones_like(prompt)
     how["eos_token_id"] = [0] if rank else list(range(8))  # rank 0 ends early
     torch.manual_seed(100 + rank)
-    expected = plain.generate(prompt, **how, max_length=None)
-    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({layer}))
-    model.register_forward_method("generate")
+    expected = plain.generate(prompt, **how)
     torch.manual_seed(100 + rank)
-    got = model.generate(prompt, **how, max_length=None)
-    plain_loss = plain(input_ids=prompt, labels=prompt).loss
+    got = model.generate(prompt, **how)
+    assert got.tolist() == expected.tolist()
+    lengths = [0, 0]
+    dist.all_gather_object(lengths, got.shape[1])
+    assert lengths[0] != lengths[1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # generate()'s order of units is none to compare with
         loss = model(input_ids=prompt, labels=prompt).loss
         loss.backward()
-    return expected.tolist(), got.tolist(), plain_loss.item(), loss.item()
-
-
-def test_generate_of_different_lengths(ranks: RankPool) -> None:
-    answers = ranks.run(_generate, 2)
-    for expected, got, plain_loss, loss in answers:
-        assert got == expected
-        assert loss == pytest.approx(plain_loss, rel=1e-6)
-    assert len({len(got[0]) for _, got, _, _ in answers}) == 2
-
-
-@on_ranks(2)
-def test_a_method_that_is_not_registered(rank: int) -> None:
-    model: Any = wrap(WithScore(num_blocks=2))
-    with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):  # torch's
-        model.score(batch(0, 0))
-    model.register_forward_method("score")
-    model.score(batch(0, 0)).backward()
+    expected_loss = plain(input_ids=prompt, labels=prompt).loss
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
 
 
 class WithScore(Transformer):
@@ -206,131 +150,78 @@ class WithScore(Transformer):
         return scale * self(tokens).square().mean()
 
 
-def _method(rank: int, world_size: int) -> tuple[bool, str, str]:
+@on_ranks(2)
+def test_a_registered_method_trains(rank: int) -> None:
     torch.manual_seed(7)
     plain = WithScore(num_blocks=2)
-    torch.manual_seed(7)
-    model = wrap(WithScore(num_blocks=2))
+    model: Any = wrap(copy.deepcopy(plain))
+    with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):  # torch's
+        model.score(batch(0, 0))
     model.register_forward_method("score")
-    plain.score(batch(0, 0), scale=2.0).backward()
-    model.score(batch(0, 0), scale=2.0).backward()
-    shown = dict(model.named_parameters())
-    same = all(
-        torch.allclose(shown[name].grad.full_tensor(), p.grad)
-        for name, p in plain.named_parameters()
-    )
-    return (
-        same,
-        _error(lambda: model.register_forward_method("nothing")),
-        _error(lambda: model.register_forward_method("scale")),
-    )
-
-
-def test_a_registered_method_trains(ranks: RankPool) -> None:
-    for same, missing, no_method in ranks.run(_method, 2):
-        assert same
-        assert "expected the name of a method of WithScore" in missing
-        assert "expected the name of a method of WithScore" in no_method
+    for net in (plain, model):
+        net.score(batch(0, 0), scale=2.0).backward()
+    assert different(whole_gradients(model), gradients(plain)) == []
+    for name in ("nothing", "scale"):
+        with pytest.raises(FSDPError, match="expected the name of a method of WithScore"):
+            model.register_forward_method(name)
 
 
 # -- copies --------------------------------------------------------------------------------------
 
 
-def _copies(rank: int, world_size: int, mode: str) -> tuple[Any, Any, str]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_copy_trains_alike_and_alone(rank: int, mode: str) -> None:
     model = wrap(make_transformer(num_blocks=2, tied=True))
     run = in_mode(model, mode)
     train(run, rank, steps=2)
     loss_of(run, batch(rank, 5)).backward()  # as in nn.Module, a copy has no gradients
     twin = copy.deepcopy(model)
-    rest, _ = train(run, rank, steps=3)
-    again, _ = train(in_mode(twin, mode), rank, steps=3)
-    nested = _error(lambda: copy.deepcopy(model.blocks[0]))
-    return rest, again, nested
-
-
-@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
-def test_a_copy_trains_alike_and_alone(ranks: RankPool, mode: str) -> None:
-    for rest, again, nested in ranks.run(_copies, 2, mode):
-        assert again == rest
-        assert "expected a copy of the outermost unit's module" in nested
-
-
-def _averaged(rank: int, world_size: int) -> list[bool]:
-    results = []
-    for build in (lambda: make_transformer(num_blocks=1), None):
-        model = build() if build else wrap(make_transformer(num_blocks=1))
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        with torch.no_grad():
-            for _ in range(2):
-                for p in model.parameters():
-                    p.add_(1.0)
-                average.update_parameters(model)
-        results.append(average.module.state_dict())
-    plain, sharded = results
-    return [torch.allclose(plain[name], sharded[name]) for name in plain]
-
-
-def test_moving_average(ranks: RankPool) -> None:
-    for same in ranks.run(_averaged, 2):
-        assert all(same)
+    losses, _ = train(run, rank, steps=3)
+    assert train(in_mode(twin, mode), rank, steps=3)[0] == losses
+    with pytest.raises(FSDPError, match="expected a copy of the outermost unit's module"):
+        copy.deepcopy(model.blocks[0])
 
 
 # -- initialisation --------------------------------------------------------------------------------
 
 
-def _applied(rank: int, world_size: int) -> list[bool]:
+@on_ranks(2)
+def test_apply_sees_whole_parameters(rank: int) -> None:
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.orthogonal_(module.weight)
             nn.init.constant_(module.bias, 0.5)
 
     plain, model = make_transformer(num_blocks=2), wrap(make_transformer(num_blocks=2))
-    torch.manual_seed(4)
-    plain.apply(init)
-    torch.manual_seed(4)
-    assert model.apply(init) is model
+    for net in (plain, model):
+        torch.manual_seed(4)
+        assert net.apply(init) is net
     expected, got = plain.state_dict(), model.state_dict()
-    return [torch.equal(got[name], expected[name]) for name in expected]
-
-
-def test_apply_sees_whole_parameters(ranks: RankPool) -> None:
-    for same in ranks.run(_applied, 2):
-        assert all(same)
+    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
 # -- gradient scaling --------------------------------------------------------------------------
 
 
-def _scaled(rank: int, world_size: int, mode: str) -> tuple[list[float], list[bool]]:
-    """One rank's gradients overflow in the second of three steps."""
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int, mode: str) -> None:
     model = wrap(make_transformer(num_blocks=1))
     run = in_mode(model, mode)
     scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scales, moved = [], []
-    for step in range(3):
-        before = _local_values(model)
+    for step, scale in enumerate((8.0, 4.0, 4.0)):
+        before = [local_of(p).detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
         scaler.scale(loss_of(run, batch(rank, step))).backward()
         if step == 1 and rank == 1:
             model.embed.weight.grad.fill_(torch.inf)
         scaler.step(optimizer)
         scaler.update()
-        scales.append(scaler.get_scale())
-        pairs = zip(_local_values(model), before, strict=True)
-        moved.append(any(not torch.equal(p, q) for p, q in pairs))
-    return scales, moved
-
-
-def _local_values(model: nn.Module) -> list[torch.Tensor]:
-    return [local_of(p).detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, mode: str) -> None:
-    for scales, moved in ranks.run(_scaled, 2, mode):
-        assert scales == [8.0, 4.0, 4.0]
-        assert moved == [True, False, True]
+        assert scaler.get_scale() == scale
+        pairs = zip(model.parameters(), before, strict=True)
+        assert all(torch.equal(local_of(p), q) for p, q in pairs) is (step == 1)
 
 
 # -- order -----------------------------------------------------------------------------------------
@@ -358,13 +249,8 @@ def _debug_level(level: str) -> Iterator[None]:
         dist.set_debug_level_from_env()
 
 
-def _swapped(rank: int, world_size: int, mode: str) -> tuple[Any, list[str], list[str]]:
-    _, silent = _orders(mode)
-    with _debug_level("DETAIL"):
-        return *_orders(mode), silent
-
-
 def _orders(mode: str) -> tuple[Any, list[str]]:
+    """Units in the order of the first forward; what warns in each of five steps."""
     plain = Swapping()
     model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     run = in_mode(model, mode)
@@ -389,30 +275,30 @@ def _orders(mode: str) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("mode", ["eager", "hooks"])
-def test_another_order_warns_once(ranks: RankPool, mode: str) -> None:
+@on_ranks(2)
+def test_another_order_warns_once(rank: int, mode: str) -> None:
     """In debug level DETAIL, and in training: upstream's conditions."""
-    for fqns, messages, silent in ranks.run(_swapped, 2, mode):
-        assert fqns == ("", "a", "b")
-        assert [bool(message) for message in messages] == [False, False, False, True, False]
-        assert "expected unit 'a' at position 1, got unit 'b'" in messages[3]
-        assert not any(silent)
+    assert _orders(mode)[1] == [""] * 5
+    with _debug_level("DETAIL"):
+        fqns, messages = _orders(mode)
+    assert fqns == ("", "a", "b")
+    assert [bool(message) for message in messages] == [False, False, False, True, False]
+    assert "expected unit 'a' at position 1, got unit 'b'" in messages[3]
 
 
-def _swapped_on_one_rank(rank: int, world_size: int, mode: str) -> str:
-    try:
-        with _debug_level("DETAIL"):
-            plain = Swapping()
-            model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-            plain.swapped = rank == 1  # equal shapes: nothing would hang, and all would be wrong
-            in_mode(model, mode)(torch.ones(2, 4))
-    except DivergenceError as error:
-        return str(error)
-    return "no error"
+def _run_swapped_on_one_rank(rank: int, world_size: int, mode: str) -> str:
+    plain = Swapping()
+    with _debug_level("DETAIL"):
+        run = in_mode(FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), mode)
+        plain.swapped = rank == 1  # equal shapes: nothing would hang, and all would be wrong
+        with pytest.raises(DivergenceError) as error:
+            run(torch.ones(2, 4))
+    return str(error.value)
 
 
 @pytest.mark.parametrize("mode", ["eager", "hooks"])
 def test_ranks_compare_their_order_in_debug_level_detail(ranks: RankPool, mode: str) -> None:
-    first, second = ranks.run(_swapped_on_one_rank, 2, mode)
+    first, second = ranks.run(_run_swapped_on_one_rank, 2, mode)
     assert first == second
     # By which of the two comparisons: whichever is first to see it.
     assert "order of units in the forward" in first or "to issue what rank" in first
@@ -442,24 +328,19 @@ def _adapted() -> Transformer:
     return model
 
 
-def _fine_tuned(rank: int, world_size: int, mode: str) -> tuple[Any, Any, dict[str, int], int, int]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_frozen_base_costs_no_gradients(rank: int, mode: str) -> None:
+    """Reduced bytes and gradient memory are those of the trainable part, up to padding."""
     expected, _ = train(nn.parallel.DistributedDataParallel(_adapted()), rank)
     model = wrap(_adapted())
     run = in_mode(model, mode)
-    got, _ = train(run, rank)
+    assert train(run, rank)[0] == pytest.approx(expected, rel=1e-6)
     with record_events() as log:
         loss_of(run, batch(rank, 0)).backward()
     sent = {e.unit: e.num_bytes for e in log if e.kind == "reduce_scatter"}
-    trainable = sum(p.numel() for p in _adapted().blocks[0].parameters() if p.requires_grad)
+    assert set(sent) == {"blocks.0", "blocks.1"}
+    trainable = 4 * sum(p.numel() for p in _adapted().blocks[0].parameters() if p.requires_grad)
+    assert all(trainable <= size <= trainable + 64 for size in sent.values())
     grads = sum(local_of(p.grad).nbytes for p in model.parameters() if p.grad is not None)
-    return expected, got, sent, 4 * trainable, grads
-
-
-@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
-def test_a_frozen_base_costs_no_gradients(ranks: RankPool, mode: str) -> None:
-    """Reduced bytes and gradient memory are those of the trainable part, up to padding."""
-    for expected, got, sent, trainable, grads in ranks.run(_fine_tuned, 2, mode):
-        assert got == pytest.approx(expected, rel=1e-6)
-        assert set(sent) == {"blocks.0", "blocks.1"}
-        assert all(trainable <= size <= trainable + 64 for size in sent.values())
-        assert grads <= sum(sent.values()) // 2
+    assert grads <= sum(sent.values()) // 2

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Block, batch, loss_of, make_transformer, wrap
-from pool import RankPool
+from models import Block, batch, loss_of, make_transformer, nothing_cached, wrap
+from pool import on_ranks
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -79,20 +79,13 @@ def test_wrong_arguments_of_functions(name: str) -> None:
     assert text in str(error.value)
 
 
-def _on_a_nested_unit(rank: int, world_size: int) -> list[str]:
+@on_ranks(1)
+def test_what_concerns_the_whole_model(rank: int) -> None:
     block = wrap(make_transformer(num_blocks=1)).module.blocks[0]
-    messages = []
-    for call in (block.no_sync().__enter__, lambda: block.clip_grad_norm_(1.0)):
-        with pytest.raises(FSDPStateError) as error:
-            call()
-        messages.append(str(error.value))
-    return messages
-
-
-def test_what_concerns_the_whole_model(ranks: RankPool) -> None:
-    no_sync, clip = ranks.run(_on_a_nested_unit, 1)[0]
-    assert "unit 'blocks.0': expected the outermost unit of the model for no_sync()" in no_sync
-    assert "clip_grad_norm_(), got a nested unit. Call it on the whole model." in clip
+    with pytest.raises(FSDPStateError, match=r"unit 'blocks\.0': expected the outermost unit"):
+        block.no_sync().__enter__()
+    with pytest.raises(FSDPStateError, match=r"clip_grad_norm_\(\), got a nested unit"):
+        block.clip_grad_norm_(1.0)
 
 
 def _looks(graph: fx.Graph) -> None:
@@ -107,12 +100,16 @@ def test_a_pass_without_a_file() -> None:
     assert Pipeline([typed]).cache_key() != Pipeline([typed]).cache_key()
 
 
-def _tuned(rank: int, world_size: int) -> tuple[bool, list[bool]]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_mode_reaches_inductor(rank: int) -> None:
     seen: list[bool] = []
     plain = loss_of(wrap(make_transformer(num_blocks=1)), batch(rank, 0))
-    model = wrap(make_transformer(num_blocks=1))
     step = torch.compile(
-        model, fullgraph=True, backend="fsdp_dynamo", mode="max-autotune-no-cudagraphs"
+        wrap(make_transformer(num_blocks=1)),
+        fullgraph=True,
+        backend="fsdp_dynamo",
+        mode="max-autotune-no-cudagraphs",
     )
     observe = Pipeline.run
 
@@ -120,50 +117,27 @@ def _tuned(rank: int, world_size: int) -> tuple[bool, list[bool]]:
         seen.append(torch._inductor.config.max_autotune)
         observe(pipeline, graph)
 
-    with (
-        mock.patch.object(Pipeline, "run", run),
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
+    with mock.patch.object(Pipeline, "run", run), nothing_cached():
         loss = loss_of(step, batch(rank, 0))
         loss.backward()
-    return bool(torch.allclose(loss, plain, rtol=1e-5)), seen
+    torch.testing.assert_close(loss, plain)
+    assert seen == [True, True]
 
 
-@pytest.mark.slow
-def test_the_mode_reaches_inductor(ranks: RankPool) -> None:
-    for is_equal, seen in ranks.run(_tuned, 2):
-        assert is_equal
-        assert seen == [True, True]
-
-
-def _on_a_folder(rank: int, world_size: int, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_what_is_no_folder_of_checkpoints(rank: int, tmp_path: Path) -> None:
     model = wrap(make_transformer(num_blocks=1))
-    saved = checkpoint.save(folder / "run", model, step=3)
     if rank == 0:
-        (folder / "file").touch()
-    messages = []
-    for path in (saved, folder / "file"):
-        with pytest.raises(CheckpointError) as error:
-            checkpoint.load(path, model)
-        messages.append(str(error.value))
-    return messages
+        (tmp_path / "file").touch()
+    saved = checkpoint.save(tmp_path / "run", model, step=3)
+    with pytest.raises(CheckpointError, match="expected the folder of all checkpoints") as error:
+        checkpoint.load(saved, model)
+    assert f"Pass '{tmp_path / 'run'}', and step=3" in str(error.value)
+    with pytest.raises(CheckpointError, match="got a file"):
+        checkpoint.load(tmp_path / "file", model)
 
 
-def test_what_is_no_folder_of_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
-    for one, file in ranks.run(_on_a_folder, 2, tmp_path):
-        assert "expected the folder of all checkpoints of a run, got one of them" in one
-        assert f"Pass '{tmp_path / 'run'}', and step=3" in one
-        assert "got a file" in file
-
-
-def test_a_class_is_no_policy(ranks: RankPool) -> None:
-    for message in ranks.run(_class_as_policy, 1):
-        assert "argument 'auto_wrap_policy'" in message
-        assert "Pass ModuleWrapPolicy({Block})." in message
-
-
-def _class_as_policy(rank: int, world_size: int) -> str:
-    with pytest.raises(FSDPTypeError) as error:
+@on_ranks(1)
+def test_a_class_is_no_policy(rank: int) -> None:
+    with pytest.raises(FSDPTypeError, match=r"'auto_wrap_policy'.*ModuleWrapPolicy\({Block}\)"):
         FSDP(make_transformer(num_blocks=1), auto_wrap_policy=Block)
-    return str(error.value)
