@@ -7,6 +7,7 @@ one rank on all of them.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -65,6 +66,14 @@ class ProcessState:
 
 
 STATE = ProcessState()
+
+
+def _forget_pending_save() -> None:
+    STATE.pending_save = None  # the thread that completes it is the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pending_save)
 
 
 def set_arrival_timeout(seconds: float) -> None:

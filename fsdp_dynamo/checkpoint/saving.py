@@ -105,9 +105,9 @@ def _complete(saved: Future[Path], write: Callable[[], Path]) -> None:
     except BaseException as error:  # noqa: BLE001  # the future raises it
         failure = CheckpointError(error_text(error))
         failure.__cause__ = error
-        with suppress(UserWarning):  # a filter may raise it; the future completes nevertheless
-            warnings.warn(f"a checkpoint was not saved: {error_text(error)}", stacklevel=1)
         saved.set_exception(failure)
+        with suppress(UserWarning):  # a filter may raise it
+            warnings.warn(f"a checkpoint was not saved: {error_text(error)}", stacklevel=1)
     else:
         saved.set_result(path)
 

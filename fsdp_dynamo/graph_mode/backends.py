@@ -163,7 +163,7 @@ def _planned_alike(planner: Planner, operators: GraphOperators, compile_: Callab
 def _inductor_alone(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, config_patches=vectorization())
+    return compile_fx(gm, example_inputs, config_patches=vectorization(example_inputs))
 
 
 _SETTINGS = {
@@ -203,7 +203,11 @@ def fsdp_dynamo(
     compiler = StretchCompiler(pipeline, planner, compile_fx_inner)
 
     def compile_() -> Any:
-        config = vectorization() | settings | inductor_settings(partitioner, pipeline, marks)
+        config = (
+            vectorization(example_inputs)
+            | settings
+            | inductor_settings(partitioner, pipeline, marks)
+        )
         key = None
         # A user's pass may wait for other ranks, which must not wait for this rank's code.
         if keeps_graphs(config) and not parsed.passes:

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +25,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.dynamo.private_api import Kernel, builds_put_off
 from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.graph_mode.compile_cache import own_file
 from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.planning import is_recording
 from fsdp_dynamo.graph_mode.stretch_compiler import LowerWrites, Partitioner
@@ -91,18 +92,33 @@ def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str) 
     return config
 
 
-def vectorization() -> dict[str, Any]:
+def vectorization(example_inputs: Sequence[Any]) -> dict[str, Any]:
     """Return settings with which Inductor probes no instruction set of the CPU but the best.
 
-    By itself Inductor compiles a probe for each set that an x86 CPU has, 2 to 3 s each. If the best
-    set works, the others do. If it does not, Inductor is left to probe all of them.
+    By itself Inductor compiles a probe for each set that an x86 CPU has, 2 to 3 s each, and loads
+    them in every process. If the best set works, the others do; a file in the compile cache says
+    so to later processes. If it does not work, Inductor is left to probe all of them.
     """
-    if sys.platform != "linux" or inductor_config.cpp.vec_isa_ok is not None:
+    is_asked = inductor_config.cpp.vec_isa_ok is not None
+    if sys.platform != "linux" or is_asked or not _all_on_cpu(example_inputs):
         return {}
     flags = set(cpu_vec_isa.x86_isa_checker())  # empty on other processors
     known = (isa for isa in cpu_vec_isa.supported_vec_isa_list if {*str(isa).split()} <= flags)
     best = next(known, None)
-    return {"cpp.vec_isa_ok": True} if best else {}  # the truth of an instruction set is its probe
+    if best is None:
+        return {}
+    compiler = cpu_vec_isa._get_isa_dry_compile_fingerprint(best.build_arch_flags())
+    mark = own_file(".probe", str(best), compiler, torch.__file__)
+    if not mark.exists():
+        if not best:  # the truth of an instruction set is its probe
+            return {}
+        with suppress(OSError):
+            mark.touch()
+    return {"cpp.vec_isa_ok": True}
+
+
+def _all_on_cpu(inputs: Sequence[Any]) -> bool:
+    return all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor))
 
 
 def keeps_graphs(settings: Mapping[str, Any]) -> bool:
@@ -134,8 +150,7 @@ def built_together(example_inputs: Sequence[Any]) -> Iterator[None]:
     Only if all inputs are on CPUs: kernels of other devices are measured, or kept with the graph's
     code, before the next graph.
     """
-    tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    if not _all_on_cpu(example_inputs):
         yield
         return
     with builds_put_off() as put_off:

@@ -85,10 +85,9 @@ class HostCopies:
         return self._to_host[-1].host
 
     def finish_copies(self) -> None:
-        """Block until all gradients are on the host. Copies end in order: wait for the last."""
-        if self._to_host:
-            self._to_host[-1].wait()
-        self._to_host.clear()
+        """Block until all gradients are on the host."""
+        while self._to_host:  # one by one: a backward on another thread may add copies meanwhile
+            self._to_host.popleft().wait()
 
     def abandon(self) -> None:
         """Drop what a graph that failed has left in flight."""

@@ -117,9 +117,9 @@ class Program(OutputCode):
         self._load()
 
     def _load(self) -> None:
-        self._operators = GraphOperators() if _loading is None else _loading.operators
-        if _loading is not None:
-            _loading.programs.append(self)
+        assert _loading is not None, "a program is made or loaded inside loading()"
+        self._operators = _loading.operators
+        _loading.programs.append(self)
         graph_ops = _graph_ops(self._operators)
         names = {**_GLOBALS, "graph_ops": graph_ops, **self.constants, **self.stretches}
         exec(compile(self.source, "<fsdp_dynamo program>", "exec"), names)

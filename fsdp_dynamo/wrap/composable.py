@@ -147,7 +147,7 @@ def fully_shard(
         ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
     )
     num_ranks = ranks_after_forward(reshard_after_forward, mesh, process_group)
-    if isinstance(module, Sequence):
+    if isinstance(module, Sequence) and not isinstance(module, nn.Module):
         _check_list(module, policy)
         _shard(module, given, num_ranks)
     else:

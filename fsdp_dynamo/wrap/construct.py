@@ -94,7 +94,7 @@ def construct(
     wait_for_gloo_at_exit()
     register_exit_callback(announce_failure)
     record_flight_by_default()
-    kept = replace(given, sharding_strategy=effective_strategy(strategy, groups)).for_units()
+    kept = {**given.for_units(), "sharding_strategy": effective_strategy(strategy, groups)}
     config = UnitConfig(
         groups=groups,
         offload=offload,
@@ -199,7 +199,7 @@ def choose_units(
         warnings.warn(
             f"mixed precision and auto_wrap_policy: modules of class {names} become units of their "
             "own in full precision",
-            stacklevel=6,
+            stacklevel=5,
         )
     for module in kept:
         configs[module] = replace(configs.get(module, config), mixed_precision=None)

@@ -76,8 +76,8 @@ class FullyShardedDataParallel(WrapperAttributes):
         collective_precision: CollectivePrecision | None = None,
         unsharded_budget_bytes: int | None = None,
     ) -> None:
-        given = collect_arguments(locals())
         check_module(module)
+        given = collect_arguments(locals())
         compiled = None
         if isinstance(module, torch._dynamo.OptimizedModule):
             compiled, module = module, module._orig_mod

@@ -23,7 +23,6 @@ from graph_passes.graph_utils import (
     is_backward,
     is_collective,
     is_compute,
-    is_reduction,
     is_region,
     is_wait,
     op_name,
@@ -288,7 +287,8 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
         if is_collective(node) or is_wait(node):
             current = []
             boundaries.append((node, current))
-            if is_reduction(node):
+            mark = mark_of(node)  # a reduction's wait has its mark
+            if mark is not None and mark.kind != "all_gather":
                 reduced.add(node)
         elif node.all_input_nodes and all(n in reduced for n in node.all_input_nodes):
             reduced.add(node)  # a cast or division of a reduced gradient is no unit's compute

@@ -17,6 +17,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata
 
 from fsdp_dynamo import CheckpointError, DivergenceError, FSDPValueError, checkpoint
-from fsdp_dynamo.checkpoint import manifest, storage
+from fsdp_dynamo.checkpoint import coordination, manifest, storage
 
 NEWEST = "000002-step-2"
 _INIT = metadata.Metadata.__init__
@@ -557,6 +558,16 @@ def test_a_failed_save_completes_if_warnings_are_errors(
         failed = checkpoint.async_save(tmp_path, _model()[0], step=1)
         with pytest.raises(CheckpointError, match="removed by another process"):
             failed.result(60)
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordination.STATE, "pending_save", Future())
+    child = os.fork()
+    if child == 0:
+        os._exit(coordination.STATE.pending_save is not None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def _moving(rank: int, world_size: int, folder: str) -> tuple[str, tuple[str, str]]:

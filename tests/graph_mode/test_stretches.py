@@ -17,7 +17,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from fsdp_dynamo import FSDP
-from fsdp_dynamo.graph_mode.program import Program, source_of
+from fsdp_dynamo.graph_mode.operators import GraphOperators
+from fsdp_dynamo.graph_mode.program import Program, loading, source_of
 from fsdp_dynamo.graph_mode.stretch_compiler import StretchCompiler
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.scheduling.stretches import Cutting, Stretch
@@ -168,7 +169,9 @@ def test_what_no_later_stretch_takes_is_freed_by_the_last_one() -> None:
         freed.append(held() is None)
         return (result,)
 
-    Program(source, {"stretch_0": stretch, "stretch_1": stretch}, {})([torch.ones(2)])
+    with loading(GraphOperators()):
+        program = Program(source, {"stretch_0": stretch, "stretch_1": stretch}, {})
+    program([torch.ones(2)])
     assert freed == [False, True]
 
 

@@ -12,13 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-from pool import RankPool
+from modes import in_mode
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_dynamo import (
     FSDP,
+    MixedPrecisionPolicy,
     events,
     explain,
     fully_shard,
@@ -459,3 +461,19 @@ def _first_compute(rank: int, world_size: int) -> tuple[float, float]:
 def test_compute_before_the_first_collective_begins_with_the_graph(ranks: RankPool) -> None:
     for begun, paused in ranks.run(_first_compute, 2):
         assert begun >= paused
+
+
+@on_ranks(2)
+def test_a_cast_of_a_reduced_gradient_is_no_compute_of_a_unit(rank: int) -> None:
+    """Each unit's backward is one event; reductions in bfloat16 are cast after their waits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for layer in model:
+        fully_shard(layer, mp_policy=low)
+    run = in_mode(fully_shard(model, mp_policy=low), "graph")
+    for _ in range(2):
+        with record_events() as log:
+            run(torch.ones(2, 8)).sum().backward()
+    units = [event.unit for event in log if event.key[::2] == ("backward", "backward")]
+    assert units == ["2", "1", "0"]

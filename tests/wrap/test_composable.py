@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -347,3 +347,25 @@ def test_refused_arguments(rank: int) -> None:
     for words, make, kwargs in wrong:
         with pytest.raises(FSDPError, match=words):
             fully_shard(make(), **kwargs)
+
+
+class Stack(nn.Module, Sequence[nn.Module]):  # type: ignore[misc]
+    """A module that is a sequence of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.layers[index]
+
+
+@on_ranks(2)
+def test_a_module_that_is_a_sequence_is_one_module(rank: int) -> None:
+    model = fully_shard(Stack())
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -90,3 +90,12 @@ def test_errors(rank: int) -> None:
     ):
         with pytest.raises(kind, match=words):
             FSDP(nn.Linear(4, 4), sharding_strategy=strategy, unsharded_budget_bytes=budget)
+
+
+@on_ranks(1)
+def test_one_rank_has_nothing_to_keep(rank: int) -> None:
+    for kwargs in ({}, {"reshard_after_forward": False}):
+        make = fully_shard if kwargs else FSDP
+        strategy = kwargs or {"sharding_strategy": KEEPS}
+        model = make(nn.Linear(4, 4), unsharded_budget_bytes=100, **strategy)
+        assert _strategies(model) == ["NO_SHARD"]
