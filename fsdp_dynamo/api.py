@@ -565,6 +565,15 @@ def _coerce_device(value: object | None) -> torch.device | None:
     )
 
 
+def _check_mesh(mesh: object) -> object:
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return mesh
+    raise FSDPTypeError(
+        f"argument 'device_mesh': expected a DeviceMesh, got {mesh!r}. Make one by "
+        "init_device_mesh(), or pass a process group as process_group."
+    )
+
+
 _CONVERTERS: Mapping[str, Callable[[Any], object]] = {
     "sharding_strategy": _coerce_strategy,
     "mixed_precision": coerce_mixed_precision,
@@ -572,6 +581,7 @@ _CONVERTERS: Mapping[str, Callable[[Any], object]] = {
     "backward_prefetch": _coerce_prefetch,
     "cpu_offload": _coerce_offload,
     "device_id": _coerce_device,
+    "device_mesh": _check_mesh,
 }
 
 

@@ -1,4 +1,1 @@
-"""Process groups, collectives, their log and watchdog; knows tensors and ranks, not units.
-
-Imports: ``errors`` and ``events``.
-"""
+"""Process groups, collectives, their log and watchdog; knows tensors and ranks, not units."""

@@ -1,4 +1,1 @@
-"""Dynamo's private API, and the artifacts of its trace log.
-
-Imports: ``errors``.
-"""
+"""Dynamo's private API, and the artifacts of its trace log."""

@@ -1,4 +1,1 @@
-"""The root's schedule and the hooks around each unit's forward, for eager and hooks mode.
-
-Imports: ``core``, ``health``.
-"""
+"""The root's schedule and the hooks around each unit's forward, for eager and hooks mode."""

@@ -23,13 +23,13 @@ class EndOfCalls:
     """Autograd leaf that all calls of a unit depend on; marks the end of the unit's backward.
 
     A unit may be called several times, in one forward or in several. The engine counts the
-    dependencies of each node in a backward. So it runs the leaf's node after the nodes of all calls
-    that this backward reaches, and at once, as leaves have the highest priority. The unit is then
-    reduced once, when its gradients are complete.
+    dependencies of each node in a backward; leaves have the highest priority. So the leaf's node
+    runs right after the nodes of all calls that this backward reaches, and the unit is reduced
+    once, when its gradients are complete.
 
     Args:
         unit: the unit.
-        reached: method called with the unit at that point; its object is not kept alive.
+        reached: bound method, held weakly, that is called with the unit at that point.
 
     Attributes:
         leaf: empty input of the node that makes a call's views, on the computing device. It never
@@ -46,9 +46,9 @@ class EndOfCalls:
 
         @untraced(BY_AUTOGRAD)
         def tell(_inputs: Any, _outputs: Any) -> None:
-            told, unit = method(), unit_ref()
-            if told is not None and unit is not None:
-                told(unit)
+            tell_root, unit = method(), unit_ref()
+            if tell_root is not None and unit is not None:
+                tell_root(unit)
 
         self._node.register_hook(tell)
 
@@ -85,7 +85,7 @@ class EndOfCalls:
         return streams.on(self._stream)
 
     def join(self) -> None:
-        """Make the current stream follow that stream at the end of the backward."""
+        """End a backward: the current stream follows the one on which gradients were added."""
         streams = side_streams(self.device)
         if streams is not None and self._stream is not None:
             streams.follow(self._stream)
@@ -104,10 +104,10 @@ def sums(totals: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | N
 
 
 class CallsInARow:
-    """At most one unit that stays unsharded between two calls, until another unit begins.
+    """At most one unit that is held unsharded after its call, for a next call of the same unit.
 
-    Only units that were called twice in a row are kept. For all other units this would cost memory:
-    the last block would stay unsharded beside the logits.
+    Only units that were called twice in a row before are held. For all other units this would cost
+    memory: the last block would stay unsharded beside the logits.
     """
 
     def __init__(self) -> None:

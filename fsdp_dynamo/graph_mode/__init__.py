@@ -1,4 +1,1 @@
-"""Graph mode: collectives as nodes of one graph, ordered by ``graph_passes``.
-
-Imports: ``eager``, ``dynamo``, ``graph_passes``.
-"""
+"""Graph mode: collectives as nodes of one graph, ordered by ``graph_passes``."""

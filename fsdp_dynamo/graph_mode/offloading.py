@@ -20,6 +20,7 @@ Where the host does not run ahead (CPUs), every copy is complete when its call r
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -81,13 +82,18 @@ class HostCopies:
             return to_host(grad)
         while self._to_host and self._to_host[0].is_done:
             self._to_host.popleft().wait()  # returns at once, and frees the gradient on the device
-        self._to_host.append(streams.copy_to_host(grad))
-        return self._to_host[-1].host
+        copied = streams.copy_to_host(grad)
+        self._to_host.append(copied)
+        return copied.host
 
     def finish_copies(self) -> None:
-        """Block until all gradients are on the host."""
-        while self._to_host:  # one by one: a backward on another thread may add copies meanwhile
-            self._to_host.popleft().wait()
+        """Block until all gradients are on the host. Copies end in order: wait for the last."""
+        copies = list(self._to_host)
+        if copies:
+            copies[-1].wait()
+        for one in copies:  # not those that a backward on another thread has started meanwhile
+            with suppress(ValueError):
+                self._to_host.remove(one)
 
     def abandon(self) -> None:
         """Drop what a graph that failed has left in flight."""

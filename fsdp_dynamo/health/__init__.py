@@ -1,4 +1,1 @@
-"""Comparison of graphs, options and collectives between ranks through the store; flight records.
-
-Imports: ``comm``.
-"""
+"""Comparison of graphs, options and collectives between ranks through the store; flight records."""

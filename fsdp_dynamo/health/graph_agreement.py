@@ -2,12 +2,12 @@
 
 Mismatched collectives do not fail: they hang, or exchange the wrong data. So the first collective
 of every compiled graph carries the graph's fingerprint. Before a fingerprint is first used, each
-rank puts a digest of it into the store, and the rank that comes first compares them.
+rank puts a digest of it into the store. The rank that comes first collects and publishes the
+digests, and all ranks compare them.
 
-A rank that alone has a new fingerprint (it has recompiled, other ranks have not) gets no answer.
-When it sees that another rank has issued a collective that it has not reached itself, it posts a
-notice. The other ranks, blocked in that collective, check for notices while they wait, and raise
-the same error.
+A rank that alone recompiled waits in vain for the digests of its peers. It posts a notice when it
+sees that a peer has issued a collective beyond this rank's last one. Peers that are blocked there
+find the notice and raise the same error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class _AgreedGraphs(set[str]):
 
 
 def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
-    """Return if all ranks of a group are about to run this graph; compare only new graphs.
+    """Raise unless all ranks of a group are about to run this graph; compare only new graphs.
 
     Args:
         group: group of the graph's first collective.
         fingerprint: from ``graph_passes.text.listing``.
 
     Raises:
-        DivergenceError: on every rank, if a rank differs or has not come.
+        DivergenceError: on every rank, if a rank has another graph or does not arrive.
     """
     agreed = state_of(group, _AgreedGraphs)
     if fingerprint in agreed:
@@ -59,7 +59,7 @@ def _require_same_graph(fingerprint: str) -> None:
 
 
 def _compare(group: dist.ProcessGroup, store: Any, own: str) -> None:
-    expected = f"all ranks to compile a graph of collectives as rank {dist.get_rank()} did"
+    expected = f"all ranks to compile a graph with collectives, as rank {dist.get_rank()} did"
     name = f"compiled graph that begins with {describe_entry(own.split(SEPARATOR)[0])}"
     texts = exchange_texts(group, store, "graph", own, Awaited(name, lambda _: expected))
     ranks = list(texts)
@@ -92,7 +92,7 @@ def _groups_of(fingerprint: str) -> dict[tuple[int, ...], list[dist.ProcessGroup
 def _fingerprint_for(ranks: tuple[int, ...], fingerprint: str) -> str:
     """Fingerprint as the given ranks must agree on it.
 
-    It contains the global ranks of their own group, but only the size of other groups: with
+    It contains the global ranks of the group ``ranks``, but only the size of other groups: with
     replicas, two ranks share some groups and rightly differ in others.
     """
     entries = []

@@ -1,4 +1,1 @@
-"""Hooks mode: compiled bodies between hooks that run eagerly.
-
-Imports: ``eager``, ``dynamo``.
-"""
+"""Hooks mode: compiled bodies between hooks that run eagerly."""

@@ -1,4 +1,4 @@
-"""Undo the changes of Python objects by a forward on fake tensors; find hooks of the user."""
+"""Undo what a forward on fake tensors changed in Python objects; find the user's hooks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _OPAQUE = (Iterator, random.Random, threading.local, ContextVar)
 class ObjectStates:
     """State of modules, and of the objects that they refer to, at one moment.
 
-    It covers their attributes; whatever their forwards name among globals, class attributes and
-    closures (also in functions that they call); and lists, dicts, sets and objects of the user's in
-    these, four levels deep. Parameters, buffers and our own attributes are left out.
+    It covers the modules' attributes; globals, class attributes and closure values that their
+    forwards, and functions called there, mention; and, four levels deep, containers and the user's
+    objects in all of these. Parameters, buffers and our own attributes are left out.
 
     Attributes:
-        opaque: name of an object whose state cannot be restored, such as an iterator, if any.
+        opaque: name of an object whose state cannot be restored (an iterator, say), or ``None``.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -59,10 +59,10 @@ class ObjectStates:
         """Undo all changes; return the name of an object that had changed, if any."""
         changed = None
         if random.getstate() != self._random:
-            changed = "random's numbers"
+            changed = "the state of Python's random"
             random.setstate(self._random)
         if _numpys_random_state() != self._numpys:
-            changed = changed or "numpy.random's numbers"
+            changed = changed or "the state of numpy.random"
             sys.modules["numpy"].random.set_state(self._numpys)
         for name, there, before in self._states:
             if not _is_equal(there, before):
@@ -100,7 +100,7 @@ class ObjectStates:
             self._record(f"{name}.{key}", value, depth)
 
     def _record_class(self, kind: type, names: frozenset[str]) -> None:
-        """Record these names of a class and its bases, and what their methods name."""
+        """Record these names of a class and its bases, and what their methods mention."""
         for base in kind.__mro__:
             if is_the_users(base):
                 self._record_space(base.__name__, base, names, names, kind)
@@ -108,7 +108,7 @@ class ObjectStates:
     def _record_space(
         self, label: str, owner: Any, names: frozenset[str], inner: frozenset[str], kind: Any
     ) -> None:
-        """Record values of a namespace, and what functions in it name.
+        """Record values of a namespace, and what functions in it mention.
 
         Args:
             label: name of the namespace.
@@ -152,7 +152,7 @@ def _is_of_the_user(value: Any) -> bool:
 
 
 class _Attributes:
-    """Names of a namespace that belong to the user.
+    """The user's values in a namespace.
 
     Args:
         owner: object, class, module, closure cell, or the globals of a function.
@@ -255,7 +255,7 @@ def _fill(there: Any, before: Any) -> None:
 
 
 def thawed(value: Any) -> Any:
-    """Copy nested arguments so that lists and dicts may be changed."""
+    """Copy nested tuples, lists and dicts, so that changes do not reach the caller's."""
     if isinstance(value, dict):
         return {key: thawed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -272,7 +272,7 @@ def holds_containers(values: Iterable[Any]) -> bool:
 
 
 def are_as_given(value: Any, given: Any) -> bool:
-    """Whether a copy made by ``thawed`` still holds what it was made from."""
+    """Whether a copy made by ``thawed`` still has the same objects as ``given``."""
     if isinstance(given, dict | list | tuple) and not isinstance(value, dict | list | tuple):
         return False
     if isinstance(given, dict):
@@ -298,7 +298,7 @@ _LIBRARIES = ("torch", "transformers", "fsdp_dynamo")
 
 
 def hook_tables(module: nn.Module) -> HookTables:
-    """Return the tables of hooks of all modules in a tree. Modules keep these objects."""
+    """Return the tables of hooks of a tree's modules; hooks registered later appear in them."""
     tables: HookTables = []
     for one in module.modules():
         tables += (

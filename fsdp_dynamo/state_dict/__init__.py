@@ -1,4 +1,1 @@
-"""State dicts of models and optimizers, and support for ``torch.distributed.checkpoint``.
-
-Imports: ``core``, ``health``.
-"""
+"""State dicts of models and optimizers, and support for ``torch.distributed.checkpoint``."""

@@ -1,7 +1,7 @@
 """Support for our units in ``torch.distributed.checkpoint.state_dict``.
 
 ``get_state_dict``, ``set_state_dict`` and related functions know torch's own wrappers only. For any
-other model they take an optimizer's states for unsharded: they would save one rank's elements as
+other model they assume that optimizer states are unsharded, and would save one rank's elements as
 the whole tensor. All of them use four internal functions, which this module replaces. The
 replacements call torch's own function for a model without our units.
 
@@ -45,7 +45,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 @contextmanager
 def _configured(model: nn.Module, info: Any) -> Iterator[None]:
-    """Set the form of state dicts that torch's ``StateDictOptions`` ask for inside the context."""
+    """Inside the context, state dicts have the form that torch's ``StateDictOptions`` ask for."""
     to_cpu = info.cpu_offload
     form: Any = (
         StateDictType.SHARDED_STATE_DICT,
@@ -86,10 +86,10 @@ def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
 
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-    # A rank that receives a broadcast has an empty dict, which torch takes for "optimizer only".
+    # Ranks that receive rank 0's values pass an empty dict, which torch reads as "optimizer only".
     given = _received(model, state_dict if info.handle_model else {}, info)
     if not given:
-        return nn.Module().load_state_dict({})  # a report that misses nothing
+        return nn.Module().load_state_dict({})  # a report without missing or unexpected keys
     with _configured(model, info):
         return model.load_state_dict(given, strict=info.strict)
 
@@ -112,7 +112,7 @@ def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[st
 
 @contextmanager
 def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give an optimizer without states those of its first step, inside the context only."""
+    """Inside the context, give an optimizer that has no states those of its first step."""
     if optimizer.state or _needs_closure(optimizer):
         yield
         return
@@ -146,7 +146,8 @@ def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParam
     """Give an optimizer without states those of its first step, to load into.
 
     Raises:
-        FSDPStateError: it has gradients: a step that was to follow would find the states.
+        FSDPStateError: it has gradients but no states; states made now would still be there at the
+            step that uses these gradients.
         UnsupportedError: its step needs a closure.
     """
     if not optimizer.state and _needs_closure(optimizer):
@@ -158,7 +159,7 @@ def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParam
     of_units = [place for _, _, place in named.of(optimizer) if place.flat is not None]
     with_grad = [place for place in of_units if place.param.grad is not None]
     if optimizer.state or not with_grad:
-        # Only some ranks may have gradients of parameters that no unit holds.
+        # Parameters outside units do not count: they may have gradients on some ranks only.
         with _without_gradients(optimizer):
             torch_state_dict._init_optim_state(optimizer)
         return
@@ -208,7 +209,7 @@ def _refuse_empty_groups_of_several(optimizers: Optimizers) -> None:
         raise FSDPValueError(
             "flattened optimizer state dict: expected one optimizer, or groups that all have "
             f"parameters, got a group without parameters in one of {len(optimizers)} optimizers. "
-            "Leave flatten_optimizer_state_dict out, where saving too."
+            "Leave flatten_optimizer_state_dict out, when saving and when loading."
         )
 
 
@@ -264,7 +265,7 @@ _replace("_load_optim_state_dict", _load_optim_state)
 
 
 def _require_all_states(template: Any, saved: Any) -> None:
-    """Raise if a file has states of a parameter that the template lacks.
+    """Raise if a file has states that the template lacks, of a parameter in the template's groups.
 
     torch reads only the template's states. A parameter that is frozen when the template is made has
     none there, though the file may have some: the optimizer would go on without them.
@@ -345,7 +346,10 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def unflatten(flat: Mapping[str, Any], fqns: Collection[str]) -> dict[str, Any]:
-    """Nest a flat state dict, with one group per parameter; drop keys not of ``fqns``."""
+    """Nest a flat state dict, with one group per parameter.
+
+    Keys of parameters not in ``fqns`` are dropped; groups without parameters stay.
+    """
     states: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():

@@ -1,8 +1,6 @@
 """Build units from a module and the user's arguments: ``FSDP``, ``fully_shard`` and policies.
 
 The names exported here are those of ``torch.distributed.fsdp.wrap``.
-
-Imports: all folders above except ``observe``.
 """
 
 from fsdp_dynamo.wrap.attributes import enable_wrap, wrap

@@ -1,6 +1,6 @@
 """FSDP2's methods, for modules of ``fully_shard``.
 
-The setters change ``core.unit_settings.UnitSettings``, which the schedule and the reductions read.
+The setters change ``core.accumulation.UnitSettings``, which the schedule and the reductions read.
 Tracing a whole graph raises for settings that graph mode cannot follow.
 """
 

@@ -81,9 +81,9 @@ class Line:
 
 
 def listing(graph: fx.Graph, name: str = "forward") -> str:
-    """Return a graph, and the bodies of the regions that it calls, as Python functions.
+    """Return a graph, and the bodies of regions that it calls, as the source of Python functions.
 
-    ``name`` is the function's.
+    ``name`` is the name of the graph's function.
     """
     parts = [*_function(graph, name)]
     for target, body in _bodies(graph):
@@ -182,7 +182,7 @@ def _type(value: Any) -> str:
     return f': "{short}[{", ".join(map(str, value.shape))}]"'
 
 
-# -- one unit's part of it -----------------------------------------------------------------------
+# -- one unit's part of a listing ----------------------------------------------------------------
 
 
 def units_in(lines: Sequence[Line]) -> list[str]:
@@ -193,7 +193,7 @@ def units_in(lines: Sequence[Line]) -> list[str]:
 def of_unit(lines: Sequence[Line], unit: str) -> list[Line]:
     """Return a unit's part of a listing, from its first line to its last.
 
-    Collectives of other units in between are kept; their compute is folded into a remark.
+    Collectives of other units in between are kept; the compute of those units becomes a remark.
     """
     own = [i for i, line in enumerate(lines) if line.unit == unit]
     if not own:
@@ -229,7 +229,7 @@ class Label:
         unit: FQN of the collective's unit.
         kind: what the collective does.
         phase: graph that it is in.
-        before: units that compute before it, if it is the first boundary of its graph.
+        before: units that compute before it, if it is the graph's first collective or wait.
         after: units that compute between it and the next boundary, in order.
         ordinal: index of the flat parameter in the unit.
         absent: ranges of elements of a reduced gradient that this rank does not compute.
@@ -327,7 +327,7 @@ _HEAVY = ("mm", "linear", "conv", "attention", "embedding", "einsum")
 
 
 def _units(nodes: list[fx.Node]) -> tuple[str, ...]:
-    """Return units in the order in which they compute, of heavy nodes only if there are any."""
+    """Return the units that compute, in order; if any node is heavy, only those of heavy nodes."""
     heavy = [node for node in nodes if _is_heavy(node)]
     units: list[str] = []
     for node in heavy or nodes:
@@ -356,11 +356,12 @@ def fingerprint(graph: fx.Graph) -> str:
 
     - the operator;
     - the unit (``(root)`` for the root) with the ordinal of its flat parameter;
-    - the dtype, and its format if any (``yes`` or ``no`` tells whether an optional format is used);
+    - the dtype, and the wire format if any (``yes`` or ``no``: whether an optional one is used);
     - the elements of the input, and a checksum of the gather plan;
     - the reduction, ``-`` for none;
     - ``+`` if it is launched together with the collective before, else ``-``;
-    - the registered name of the process group. Whoever compares replaces it by global ranks.
+    - the registered name of the process group, which is local to a rank: ``graph_agreement``
+      replaces it by global ranks.
     """
     entries = []
     launch_before = None
@@ -389,7 +390,7 @@ def _entry(node: fx.Node, with_the_one_before: bool) -> str:
 
 
 def _short(plan: tuple[int, ...]) -> str:
-    """Return a checksum of a gather plan with several messages or slices, else ``""``."""
+    """Return a checksum of a gather plan; ``""`` for a plan of one slice in one message."""
     return f"/{zlib.crc32(repr(plan).encode()):08x}" if len(plan) > 4 or plan[:1] == (0,) else ""
 
 

@@ -206,11 +206,14 @@ _BLOCKING = {
 }
 
 
+_WATCHES = ("watched", "Interruptible", "_reaching_all_ranks")
+
+
 def _calls(node: ast.AST, is_watched: bool = False) -> Iterator[tuple[str, bool]]:
     """Functions of ``torch.distributed`` that communicate, and whether a watch is around them."""
     if isinstance(node, ast.With):
         names = [getattr(one.context_expr, "func", None) for one in node.items]
-        is_watched |= any(getattr(n, "id", "") in ("watched", "Interruptible") for n in names)
+        is_watched |= any(getattr(n, "id", getattr(n, "attr", "")) in _WATCHES for n in names)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         owner = node.func.value
         if isinstance(owner, ast.Name) and owner.id == "dist" and node.func.attr in _BLOCKING:

@@ -67,6 +67,7 @@ def _wrap_in_inference_mode() -> None:
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 ARGUMENTS: list[tuple[str, Any, str]] = [
+    ("device_mesh", "nodes", "argument 'device_mesh': expected a DeviceMesh, got 'nodes'"),
     ("auto_wrap_policy", ModuleWrapPolicy({Block}), "got a policy that matches nothing"),
     ("auto_wrap_policy", CustomPolicy(lambda _: 3), "expected True, False or a dict"),
     ("auto_wrap_policy", CustomPolicy(lambda _: {"device_id": 1}), "one of sharding_strategy"),
