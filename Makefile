@@ -33,7 +33,7 @@ lint: $(READY)
 	$(if $(TORCH),,$(PY) -m mypy)
 	$(VENV)/bin/lint-imports --no-cache
 
-# Before each commit: lint, types and a quick test of every folder (tests/support/tiers.py); 3 minutes on 2 cores.
+# Before each commit: lint, types and a quick test of every folder (tests/support/tiers.py); 2 minutes on 2 cores.
 check: lint
 	$(PY) -m pytest tests -m smoke
 
