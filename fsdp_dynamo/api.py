@@ -565,11 +565,12 @@ def _coerce_device(value: object | None) -> torch.device | None:
     )
 
 
-def _check_mesh(mesh: object) -> object:
+def check_mesh(mesh: object, argument: str = "device_mesh") -> object:
+    """Return a mesh or ``None``; raise ``FSDPTypeError`` for anything else."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     raise FSDPTypeError(
-        f"argument 'device_mesh': expected a DeviceMesh, got {mesh!r}. Make one by "
+        f"argument '{argument}': expected a DeviceMesh, got {mesh!r}. Make one by "
         "init_device_mesh(), or pass a process group as process_group."
     )
 
@@ -581,7 +582,7 @@ _CONVERTERS: Mapping[str, Callable[[Any], object]] = {
     "backward_prefetch": _coerce_prefetch,
     "cpu_offload": _coerce_offload,
     "device_id": _coerce_device,
-    "device_mesh": _check_mesh,
+    "device_mesh": check_mesh,
 }
 
 

@@ -51,8 +51,7 @@ class ProcessState:
         arrival_timeout_s: value of ``set_arrival_timeout``.
         channels: coordination groups by the process group that saves or loads.
         pending_save: save of ``async_save`` that may still be in progress; never more than one.
-        runs: ids of the runs by which this process has claimed folders, by process id (it may
-            fork) and folder.
+        runs: ids of the runs by which this process has claimed folders, by folder.
         unremovable: folders that could not be removed, and of which the user was warned.
     """
 
@@ -61,19 +60,20 @@ class ProcessState:
         default_factory=WeakKeyDictionary
     )
     pending_save: Future[Path] | None = None
-    runs: dict[tuple[int, Path], str] = field(default_factory=dict)
+    runs: dict[Path, str] = field(default_factory=dict)
     unremovable: set[Path] = field(default_factory=set)
 
 
 STATE = ProcessState()
 
 
-def _forget_pending_save() -> None:
+def _forget_parent() -> None:
     STATE.pending_save = None  # the thread that completes it is the parent's
+    STATE.runs.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pending_save)
+    os.register_at_fork(after_in_child=_forget_parent)
 
 
 def set_arrival_timeout(seconds: float) -> None:

@@ -367,8 +367,7 @@ class Owner:
 def _claim(folder: Path) -> None:
     """Make this process's run the owner of a folder, unless another run has taken it over."""
     process, host = os.getpid(), socket.gethostname()
-    key = (process, folder.resolve())
-    own, found = STATE.runs.get(key), _owner_of(folder)
+    own, found = STATE.runs.get(folder.resolve()), _owner_of(folder)
     if own is not None and found is not None:
         if found.run == own:
             return
@@ -390,7 +389,7 @@ def _claim(folder: Path) -> None:
     draft = folder / f"{OWNER_FILE}.{owner.run}"
     draft.write_text(json.dumps(asdict(owner), indent=1))
     draft.replace(folder / OWNER_FILE)
-    STATE.runs[key] = owner.run
+    STATE.runs[folder.resolve()] = owner.run
 
 
 def _owner_of(folder: Path) -> Owner | None:

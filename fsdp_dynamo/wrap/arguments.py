@@ -19,6 +19,7 @@ from fsdp_dynamo.api import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    check_mesh,
     converted,
 )
 from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of, serves_cpu
@@ -282,11 +283,7 @@ def strategy_for(
     strategy: ShardingStrategy | None, reshard_after_forward: object, mesh: DeviceMesh | None
 ) -> object | None:
     """Return the strategy that ``strategy`` or ``reshard_after_forward`` requests."""
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise FSDPTypeError(
-            f"argument 'mesh': expected a DeviceMesh, got {mesh!r}. Make one by "
-            "init_device_mesh(), or pass a process group as process_group."
-        )
+    check_mesh(mesh, "mesh")
     is_hybrid = mesh is not None and mesh.ndim == 2
     if reshard_after_forward is None:
         return ShardingStrategy.HYBRID_SHARD if strategy is None and is_hybrid else strategy

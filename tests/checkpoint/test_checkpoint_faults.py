@@ -560,13 +560,15 @@ def test_a_failed_save_completes_if_warnings_are_errors(
             failed.result(60)
 
 
-def test_a_forked_child_does_not_wait_for_its_parents_save(
+def test_a_forked_child_neither_waits_for_its_parents_save_nor_owns_its_folders(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coordination.STATE, "pending_save", Future())
+    state = coordination.STATE
+    monkeypatch.setattr(state, "pending_save", Future())
+    monkeypatch.setattr(state, "runs", {Path("run"): "parent"})
     child = os.fork()
     if child == 0:
-        os._exit(coordination.STATE.pending_save is not None)
+        os._exit(state.pending_save is not None or bool(state.runs))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
