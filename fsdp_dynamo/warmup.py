@@ -1,4 +1,4 @@
-"""Compile before the first step, on all ranks together, and bound what is compiled afterwards."""
+"""Compile before the first step, on all ranks together."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.core.unit_modules import clear_gradients, preserve_state, units_in
+from fsdp_dynamo.core.unit_modules import clear_gradients, preserve_state, roots_in, units_in
 from fsdp_dynamo.dynamo.private_api import compiled_parts
-from fsdp_dynamo.dynamo.untraced import UNDER_LOCK, untraced
+from fsdp_dynamo.dynamo.progress import told
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.graph_mode.backends import told
 from fsdp_dynamo.graph_mode.compile_cache import require_usable_folder, source_key
 from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.planning import adopt_rates, known_rates
@@ -47,7 +45,8 @@ def warmup(
     batches: Iterable[Any],
     step: Step | None = None,
     *,
-    max_recompiles: int | None = None,
+    accumulation: bool = False,
+    evaluation: bool = False,
 ) -> None:
     """Run a forward and a backward of each batch, so that all that they need is compiled.
 
@@ -62,32 +61,55 @@ def warmup(
             keyword inputs.
         step: the loss of ``(model, batch)``, as the training computes it; by default the sum of
             all outputs.
-        max_recompiles: for ``limit_recompiles``, once all is done.
+        accumulation: also compile what a step under ``no_sync()`` needs, and the step that
+            reduces what such steps have left.
+        evaluation: also compile a forward in evaluation mode without gradients.
 
     Raises:
-        FSDPValueError: ``max_recompiles`` is no number of at least 0; no module of ``model`` is a
-            unit; ``step`` returns no loss; without ``step``, no output depends on a parameter.
+        FSDPValueError: no module of ``model`` is a unit; ``step`` returns no loss; without
+            ``step``, no output depends on a parameter.
         DivergenceError: ranks give different numbers of batches, or one does not come.
     """
-    _check_count(max_recompiles, "warmup(max_recompiles=...)")
     given = list(batches)
     module = uncompiled(model)
     units = _units_of(module)
     groups = units[0].config.groups.all
+
+    def run(batch: Any) -> None:
+        loss = _loss_of_outputs(model, batch) if step is None else step(model, batch)
+        if torch.is_grad_enabled():
+            _require_loss(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+
     with preserve_state(module, units):
         for number, batch in enumerate(given, 1):
             for group in groups:
                 require_same(group, "batch to warm up", f"{number} of {len(given)}")
             with told(f"warming up with batch {number} of {len(given)}"):
-                loss = _loss_of_outputs(model, batch) if step is None else step(model, batch)
-                if torch.is_grad_enabled():
-                    _require_loss(loss)
-                    loss.backward()  # type: ignore[no-untyped-call]
-            clear_gradients(list(module.parameters()), units)
+                run(batch)
+                if accumulation:
+                    with ExitStack() as stack:
+                        for root in roots_in(module):
+                            stack.enter_context(root.no_sync())
+                        run(batch)
+                    run(batch)
+                clear_gradients(list(module.parameters()), units)
+                if evaluation:
+                    with _in_evaluation(module), torch.no_grad():
+                        run(batch)
     for group in groups:
         require_same(group, "end of the warm-up", "reached")
-    if max_recompiles is not None:
-        limit_recompiles(max_recompiles)
+
+
+@contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    were_training = [one for one in module.modules() if one.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for one in were_training:
+            one.training = True
 
 
 def _require_loss(loss: object) -> None:
@@ -118,59 +140,6 @@ def _loss_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return torch.zeros(())
     return sum_of(output, "warmup()", "Pass step=, which returns the loss.")
-
-
-# -- the budget ------------------------------------------------------------------------------------
-
-_left = 0
-
-
-def limit_recompiles(count: int | None) -> None:
-    """Let Dynamo compile ``count`` functions of this process anew; one more is an error.
-
-    The error is ``torch._dynamo.exc.RecompileError``, with the guards that failed. A function that
-    is compiled for the first time does not count. ``None`` ends the limit; so does
-    ``torch.compiler.reset()`` where it is above 0.
-
-    Args:
-        count: 0 or more, or ``None``.
-
-    Raises:
-        FSDPValueError: not a number of at least 0.
-    """
-    global _left
-    _check_count(count, "limit_recompiles()")
-    if _count in callback_handler.start_callbacks:
-        callback_handler.remove_start_callback(_count)
-    if count:
-        callback_handler.register_start_callback(_count)
-    _left = count or 0
-    torch._dynamo.config.error_on_recompile = count == 0
-
-
-def _check_count(count: int | None, where: str) -> None:
-    if count is not None and not (isinstance(count, int) and count >= 0):
-        raise FSDPValueError(
-            f"{where}: expected a number of recompiles, 0 or more, or None, got {count!r}. Pass "
-            "how often Dynamo may still compile anew."
-        )
-
-
-def is_recompile(args: CallbackArgs) -> bool:
-    """Whether the compilation that begins is not a function's first, nor that of a backward."""
-    # Those of a function are numbered from 0, after the last "/".
-    number = args.compile_id.rpartition("/")[2]
-    return args.callback_trigger is CallbackTrigger.DYNAMO and number != "0"
-
-
-@untraced(UNDER_LOCK)
-def _count(args: CallbackArgs) -> None:
-    global _left
-    if not is_recompile(args):
-        return
-    _left -= 1
-    if _left == 0:
-        torch._dynamo.config.error_on_recompile = True
 
 
 # -- precompiled -----------------------------------------------------------------------------------
@@ -411,4 +380,4 @@ def _unpack(archive: zipfile.ZipFile, name: str) -> None:
     draft.replace(target)
 
 
-__all__ = ["Step", "limit_recompiles", "load_precompiled", "precompile", "warmup"]
+__all__ = ["Step", "load_precompiled", "precompile", "warmup"]

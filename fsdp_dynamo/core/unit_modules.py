@@ -98,10 +98,17 @@ def alike(name: str) -> list[str]:
 
 def units_in(module: nn.Module) -> list[Unit]:
     """Return the units of a module and below it; for a wrapped module, its wrapper's unit too."""
+    return list(dict.fromkeys(one._fsdp_unit for one in _with_wrapper(module)))
+
+
+def roots_in(module: nn.Module) -> list[Any]:
+    """Return the roots of these units."""
+    return list(dict.fromkeys(one._fsdp_root for one in _with_wrapper(module)))
+
+
+def _with_wrapper(module: nn.Module) -> list[UnitModuleProtocol]:
     wrapper = wrapper_of(module)
-    outer = [] if wrapper is None else [wrapper]
-    found: list[UnitModuleProtocol] = [*outer, *(m for _, m in unit_modules(module))]
-    return list(dict.fromkeys(unit_module._fsdp_unit for unit_module in found))
+    return [*([] if wrapper is None else [wrapper]), *(m for _, m in unit_modules(module))]
 
 
 # -- preserve state --------------------------------------------------------------------------------

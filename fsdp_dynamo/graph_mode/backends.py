@@ -8,17 +8,12 @@ the result, so that gradients of the shards reach the original parameters.
 from __future__ import annotations
 
 import logging
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch._functorch.config
-import torch.distributed as dist
 from torch import fx
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
@@ -33,6 +28,7 @@ from fsdp_dynamo.dynamo.private_api import (
     nothing_donated,
     one_schema_a_region,
 )
+from fsdp_dynamo.dynamo.progress import compilations
 from fsdp_dynamo.graph_mode.compile_cache import (
     compile_once,
     graph_key,
@@ -62,7 +58,7 @@ from fsdp_dynamo.graph_mode.program import loading
 from fsdp_dynamo.graph_mode.stretch_compiler import Partitioner, StretchCompiler
 from fsdp_dynamo.graph_mode.trace import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_mode.traced_unit import copy_shared_inputs
-from fsdp_dynamo.graph_mode.unshard_operators import collectives_of, share_unshards
+from fsdp_dynamo.graph_mode.unshard_operators import collectives_of, share_unshards, unshard_nodes
 from fsdp_dynamo.health.late_ranks import announce_compilations, announce_this_compilation
 from graph_passes.graph_pass import GraphPass
 from graph_passes.pipeline import Pipeline, default_passes
@@ -103,6 +99,7 @@ Options = Mapping[str, Any] | None
 def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     """Parse the options, share unshards, and make equal unit bodies regions."""
     announce_this_compilation()
+    compilations.describe(_what_for(gm))
     warn_if_the_graph_breaks(gm)
     parsed = GraphOptions.parse(options)
     refuse_writes_before_gathers(gm)
@@ -113,6 +110,18 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
         _log.info("%s", report.text())
         record_compiled_alone(report.left)
     return parsed
+
+
+def _what_for(gm: fx.GraphModule) -> str:
+    """Name the graph by the kind of step that needs one of its own."""
+    if not torch.is_grad_enabled():
+        return "the graph of a forward without gradients"
+    inputs = [node.args for node in unshard_nodes(gm)]
+    if any(unreduced is not None for *_, unreduced, _ in inputs):
+        return "the graph of a step that accumulates gradients, as under no_sync()"
+    if any(total is not None for _, _, total, *_ in inputs):
+        return "the graph of a step that reduces accumulated gradients"
+    return "the graph of a step"
 
 
 def _pipeline(passes: Sequence[GraphPass]) -> Pipeline:
@@ -222,9 +231,8 @@ def fsdp_dynamo(
 
     operators = GraphOperators()
     settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
-    telling = told("compiling the graph")
     once = one_schema_a_region()
-    with once, settings_of_autograd, nothing_donated(), collected_seldom(), telling:
+    with once, settings_of_autograd, nothing_donated(), collected_seldom():
         return route_gradients(_planned_alike(planner, operators, compile_), operators)
 
 
@@ -232,34 +240,3 @@ for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):
     declare_mode(_backend, GRAPH_MODE)
     register_backend(_backend, name=_backend.__name__)
 announce_compilations()
-
-
-# -- progress --------------------------------------------------------------------------------------
-# Progress on stderr: half a minute of silence looks like a hang.
-
-
-_AFTER_S = 5.0
-
-
-@contextmanager
-def told(what: str) -> Iterator[None]:
-    """Report on rank 0 that work (``"compiling the backward"``) takes long, and when it ends."""
-    if dist.is_initialized() and dist.get_rank() != 0:
-        yield
-        return
-    began = time.monotonic()
-    timer = threading.Timer(_AFTER_S, lambda: _write(f"{what} ..."))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        seconds = time.monotonic() - began
-        if seconds > _AFTER_S:
-            _write(f"{what}: {seconds:.0f} s")
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(f"fsdp_dynamo: {text}\n")
-    sys.stderr.flush()

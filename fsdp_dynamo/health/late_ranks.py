@@ -29,6 +29,7 @@ from torch._dynamo.callback import callback_handler  # no public API reports com
 from fsdp_dynamo.comm import collective_log, watchdog
 from fsdp_dynamo.comm.process_groups import group_timeout_s
 from fsdp_dynamo.comm.watchdog import GONE, GONE_FIX, gone_ranks
+from fsdp_dynamo.dynamo.progress import compilations
 from fsdp_dynamo.dynamo.untraced import UNDER_LOCK, untraced
 from fsdp_dynamo.errors import DivergenceError, RankFailedError, with_section
 from fsdp_dynamo.health.collective_order import issued_by
@@ -293,10 +294,11 @@ def _end(_: object = None) -> None:
 
 
 def announce_compilations() -> None:
-    """Announce all compilations of this rank, until ``torch.compiler.reset``."""
+    """Announce this rank's compilations, and report long ones, until ``torch.compiler.reset``."""
     if _end not in callback_handler.end_callbacks:
-        callback_handler.register_start_callback(_begin)
-        callback_handler.register_end_callback(_end)
+        for begin, end in (_begin, _end), (compilations.begin, compilations.end):
+            callback_handler.register_start_callback(begin)
+            callback_handler.register_end_callback(end)
 
 
 def announce_this_compilation() -> None:
@@ -304,6 +306,7 @@ def announce_this_compilation() -> None:
     if _end not in callback_handler.end_callbacks:
         announce_compilations()
         _begin()
+        compilations.begin(None)
 
 
 @contextmanager

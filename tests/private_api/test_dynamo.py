@@ -224,7 +224,7 @@ def test_compilations_begin_and_end_with_callbacks() -> None:
 @pytest.mark.private(
     "torch._dynamo.callback.CallbackArgs",
     "torch._dynamo.callback.CallbackTrigger",
-    need="which compilation begins: limit_recompiles() counts those of a function after its first",
+    need="which compilation begins: progress says whether a function is compiled anew",
     instead="the log of recompiles, counted by a handler",
 )
 def test_a_callback_is_told_which_compilation_it_is() -> None:
