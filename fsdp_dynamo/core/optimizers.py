@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from itertools import chain
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -32,13 +32,26 @@ from fsdp_dynamo.core.original_parameter import REPLACED
 from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 
+
+class _Checked(NamedTuple):
+    """Result of the check of an optimizer.
+
+    Attributes:
+        state: state that was checked; loading makes a new object.
+        has_dtensors: the optimizer holds parameters of units.
+    """
+
+    state: Any
+    has_dtensors: bool
+
+
+_UNCHECKED = _Checked(None, has_dtensors=False)
+
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 """Scalar states of torch's optimizers; only the name tells them from states of one element."""
 
 _flats: WeakSet[FlatParameter] = WeakSet()
-_checked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
-"""State that was checked, by optimizer; loading makes a new object."""
-_of_dtensors: WeakSet[Optimizer] = WeakSet()
+_checked: WeakKeyDictionary[Optimizer, _Checked] = WeakKeyDictionary()
 
 
 def watch_optimizers(flats: Iterable[FlatParameter]) -> None:
@@ -68,10 +81,14 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     Operators on lists of DTensors and fused steps do not raise them.
     """
-    if optimizer in _of_dtensors and not torch.compiler.is_compiling():
+    if _has_dtensors(optimizer) and not torch.compiler.is_compiling():
         if _has_closure(args, kwargs):
             _refuse_sums(optimizer)
         increment_version(_dtensors_of(optimizer))
+
+
+def _has_dtensors(optimizer: Optimizer) -> bool:
+    return _checked.get(optimizer, _UNCHECKED).has_dtensors
 
 
 def _dtensors_of(optimizer: Optimizer) -> list[DTensor]:
@@ -81,15 +98,15 @@ def _dtensors_of(optimizer: Optimizer) -> list[DTensor]:
 
 def check_optimizer(optimizer: Optimizer, may_have_sums: bool = False) -> None:
     """Check an optimizer unless its current state was checked already; check its gradients."""
-    if _checked.get(optimizer) is not optimizer.state:
+    if _checked.get(optimizer, _UNCHECKED).state is not optimizer.state:
         _check(optimizer)
-    if optimizer in _of_dtensors and not may_have_sums:
+    if _has_dtensors(optimizer) and not may_have_sums:
         _refuse_sums(optimizer)
 
 
 def mark_checked(optimizer: Optimizer) -> None:
     """Treat the optimizer's current state as checked."""
-    _checked[optimizer] = optimizer.state
+    _checked[optimizer] = _Checked(optimizer.state, _has_dtensors(optimizer))
 
 
 @untraced("an optimizer is checked once, eagerly")
@@ -99,9 +116,7 @@ def _check(optimizer: Optimizer) -> None:
     for param, flat, index in managed:
         if param in optimizer.state:
             _cut_states(optimizer, flat, index, param)
-    _checked[optimizer] = optimizer.state
-    if managed:
-        _of_dtensors.add(optimizer)
+    _checked[optimizer] = _Checked(optimizer.state, has_dtensors=bool(managed))
 
 
 def _managed_parameters(

@@ -132,14 +132,10 @@ def mode_of(backend: Backend) -> str:
     return str(getattr(inner, _MODE_ATTRIBUTE, HOOKS_MODE))
 
 
-_called_in: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Names of the units called so far, by trace."""
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_first_call(name: str) -> bool:
     """Whether the current trace reaches this unit for the first time."""
-    names = _called_in.setdefault(TracingContext.get(), set())
+    names: set[str] = vars(TracingContext.get()).setdefault("fsdp_dynamo_called_units", set())
     is_first = name not in names
     names.add(name)
     return is_first
