@@ -15,7 +15,7 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from fsdp_dynamo.errors import CheckpointError
 
 FORMAT = 1
 _FIELDS = {"step": int, "world_size": int, "shared": list, "per_rank": list, "files": dict}
+
+
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,14 @@ class Manifest:
     format: int = FORMAT
 
 
-def checksum_of(path: Path, throttle: Throttle | None = None) -> FileChecksum:
+def checksum_of(path: Path) -> FileChecksum:
     """Read a file and return its checksum."""
-    throttle = throttle or Throttle()
     size = crc = 0
-    buffer = memoryview(bytearray(CHUNK_BYTES))
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):  # type: ignore[attr-defined]
             crc = zlib.crc32(buffer[:count], crc)
             size += count
-            throttle.pause()
     return FileChecksum(size, crc)
 
 
@@ -130,41 +131,6 @@ def _read_error(path: Path, expected: str, got: str) -> CheckpointError:
         f"file '{path}': expected {expected}, got {got}. Load an older step, or restore the file "
         "from a copy."
     )
-
-
-# -- throttle --------------------------------------------------------------------------------------
-
-
-CHUNK_BYTES = 1 << 20
-"""Bytes processed between two pauses."""
-
-_MIN_WORK_S = 2e-3
-"""Processor time before a pause; shorter pauses would be mostly overhead."""
-
-
-class Throttle:
-    """Pauses that leave most of the processor to training while the current thread writes.
-
-    Args:
-        duty_cycle: fraction of the time in which the thread may work; 1: no pauses.
-    """
-
-    def __init__(self, duty_cycle: float = 1.0) -> None:
-        self._pause_per_second = 1.0 / duty_cycle - 1.0
-        self._worked_at_pause = time.thread_time()
-
-    def pause(self) -> None:
-        """Sleep in proportion to the processor time since the last pause; call it often."""
-        worked = time.thread_time() - self._worked_at_pause
-        if self._pause_per_second > 0 and worked > _MIN_WORK_S:
-            time.sleep(worked * self._pause_per_second)
-            self._worked_at_pause = time.thread_time()
-
-    def chunks(self, view: memoryview) -> Iterator[memoryview]:
-        """Yield a buffer in chunks, with a pause after each."""
-        for begin in range(0, len(view), CHUNK_BYTES):
-            yield view[begin : begin + CHUNK_BYTES]
-            self.pause()
 
 
 # -- directory -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 import zlib
@@ -28,7 +29,7 @@ from fsdp_dynamo.checkpoint.coordination import (
     coordinate_ranks,
     error_text,
 )
-from fsdp_dynamo.checkpoint.manifest import Manifest, Throttle
+from fsdp_dynamo.checkpoint.manifest import Manifest
 from fsdp_dynamo.checkpoint.states import StatefulObject
 from fsdp_dynamo.checkpoint.storage import (
     SavePlanner,
@@ -47,8 +48,7 @@ from fsdp_dynamo.health.comparison import difference
 from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.optim_state import copied
 
-_BACKGROUND_DUTY_CYCLE = 0.2
-"""Fraction of one processor's time that writing in the background may use."""
+_LOWEST_PRIORITY = 19
 
 Comparison = tuple[Sequence[dist.ProcessGroup], str]
 """Process groups whose ranks must have equal texts, and this rank's text."""
@@ -100,6 +100,8 @@ def async_save(
 
 def _complete(saved: Future[Path], write: Callable[[], Path]) -> None:
     """Write a checkpoint, and give the future its result or exception."""
+    with suppress(OSError):  # Linux has a priority for each thread: training comes first
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     try:
         path = write()
     except BaseException as error:  # noqa: BLE001  # the future raises it
@@ -203,9 +205,8 @@ def _prepare(
 
     if len(set(coordinator.run_on_all(collect))) > 1:
         _require_same_optim_states(coordinator, comparisons)
-    duty_cycle = _BACKGROUND_DUTY_CYCLE if copied else 1.0
     # ``pop`` lets the copies be freed when they are written, before the function itself is.
-    return lambda: _write(coordinator, target, content.pop(), keep_last, Throttle(duty_cycle))
+    return lambda: _write(coordinator, target, content.pop(), keep_last)
 
 
 def _require_same_optim_states(coordinator: RankCoordinator, comparisons: list[Comparison]) -> None:
@@ -232,11 +233,10 @@ def _write(
     folder: Path,
     content: _Content,
     keep_last: int | None,
-    throttle: Throttle,
 ) -> Path:
     part = coordinator.run_on_first(lambda: manifest.create_partial(folder, content.step))
     try:
-        checksums = _write_files(coordinator, part, content, throttle)
+        checksums = _write_files(coordinator, part, content)
         listed = Manifest(content.step, coordinator.size, *content.names, checksums)
         # On every rank, so that ranks on different storage notice it.
         coordinator.run_locally(
@@ -252,10 +252,10 @@ def _write(
 
 
 def _write_files(
-    coordinator: RankCoordinator, part: Path, content: _Content, throttle: Throttle
+    coordinator: RankCoordinator, part: Path, content: _Content
 ) -> dict[str, manifest.FileChecksum]:
     """Write and read back this rank's files, and return the checksums of all ranks' files."""
-    writer = Writer(part, throttle)
+    writer = Writer(part)
 
     def write_tensors() -> None:
         with coordinator.dcp_errors():
@@ -272,7 +272,7 @@ def _write_files(
         if coordinator.rank == 0:
             writer.write_bytes(manifest.SHARED_FILE, content.shared)
         for name, written in writer.checksums.items():
-            require_readback(part / name, written, throttle)
+            require_readback(part / name, written)
         return writer.checksums
 
     coordinator.run_locally(write_tensors)

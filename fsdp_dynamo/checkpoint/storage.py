@@ -33,7 +33,6 @@ from fsdp_dynamo.checkpoint.manifest import (
     SHARED_FILE,
     FileChecksum,
     Manifest,
-    Throttle,
     checksum_of,
     rank_file,
 )
@@ -173,14 +172,14 @@ class SavePlanner(DefaultSavePlanner):
 
 
 # -- storage writer --------------------------------------------------------------------------------
-# torch.distributed.checkpoint's writer, with checksums, pauses, and file names in errors.
+# torch.distributed.checkpoint's writer, with checksums, and file names in errors.
 
 
 class _ChecksummingFile:
     """File with a running checksum of the bytes written to it."""
 
-    def __init__(self, stream: Any, throttle: Throttle) -> None:
-        self._stream, self._throttle = stream, throttle
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
         self.size = self.crc32 = 0
         self.flush, self.close = stream.flush, stream.close
 
@@ -191,12 +190,11 @@ class _ChecksummingFile:
         return number
 
     def write(self, content: Any) -> int:
-        """Write in chunks, and update the checksum."""
+        """Write, and update the checksum."""
         view = memoryview(content).cast("B")
-        for chunk in self._throttle.chunks(view):
-            self._stream.write(chunk)
-            self.crc32 = zlib.crc32(chunk, self.crc32)
-            self.size += len(chunk)
+        self._stream.write(view)
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.size += len(view)
         return len(view)
 
     def tell(self) -> int:
@@ -207,8 +205,7 @@ class _ChecksummingFile:
 class _ChecksummingFileSystem(FileSystem):
     """File system that collects the checksums of the files it writes."""
 
-    def __init__(self, throttle: Throttle) -> None:
-        self.throttle = throttle
+    def __init__(self) -> None:
         self.checksums: dict[str, FileChecksum] = {}
         self.current: Path | None = None
 
@@ -220,7 +217,7 @@ class _ChecksummingFileSystem(FileSystem):
             return
         self.current = Path(path)
         with super().create_stream(path, mode) as stream:
-            file = _ChecksummingFile(stream, self.throttle)
+            file = _ChecksummingFile(stream)
             yield file
         self.checksums[self.current.name] = FileChecksum(file.size, file.crc32)
 
@@ -233,10 +230,10 @@ class _ChecksummingFileSystem(FileSystem):
 class Writer(FileSystemWriter):
     """Writer of this rank's files, which collects their checksums."""
 
-    def __init__(self, path: Path, throttle: Throttle) -> None:
+    def __init__(self, path: Path) -> None:
         # Copying ahead would use this thread's current device, which is 0 on a new thread.
         super().__init__(path, per_thread_copy_ahead=0)
-        self.fs: _ChecksummingFileSystem = _ChecksummingFileSystem(throttle)
+        self.fs: _ChecksummingFileSystem = _ChecksummingFileSystem()
 
     @property
     def checksums(self) -> dict[str, FileChecksum]:
@@ -308,9 +305,9 @@ def require_checksums(folder: Path, manifest: Manifest, share: int, shares: int)
             raise _damage_error(folder / name, f"checksum {expected.crc32:08x}", got, affected)
 
 
-def require_readback(path: Path, written: FileChecksum, throttle: Throttle) -> None:
+def require_readback(path: Path, written: FileChecksum) -> None:
     """Read a file back; raise ``CheckpointError`` if it is not what was written."""
-    found = checksum_of(path, throttle)
+    found = checksum_of(path)
     if found != written:
         raise CheckpointError(
             f"file '{path}': expected {written.size} bytes with checksum {written.crc32:08x}, as "
