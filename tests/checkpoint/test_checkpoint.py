@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import threading
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, batch, loss_of, make_transformer, wrap
-from modes import in_mode
-from pool import RankPool
-from staged_copies import as_if_on_a_device
+from loops import error_of
+from models import batch, loss_of, make_transformer, wrap
+from pool import RankPool, on_ranks
+from shardings import assert_same, sharded, whole_run
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from fsdp_dynamo import (
     FSDP,
-    CollectivePrecision,
-    FSDPError,
     FSDPTypeError,
     FSDPValueError,
     ShardedGradScaler,
-    ShardingStrategy,
     UnsupportedError,
     checkpoint,
-    fully_shard,
     record_events,
 )
-from fsdp_dynamo.checkpoint import storage
-from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+from fsdp_dynamo.checkpoint import saving, storage
 
 
 class Loader:
@@ -93,37 +93,16 @@ class Run:
         self.shared["scheduler"].step()
         return loss.item()
 
-    def states(self, step: int) -> dict[str, Any]:
-        """Keyword arguments of ``save``."""
-        return {"step": step, "shared": self.shared, "per_rank": self.per_rank}
+    def states(self) -> dict[str, Any]:
+        """Keyword arguments of ``save`` and ``load``."""
+        return {"shared": self.shared, "per_rank": self.per_rank}
 
-    def load(self, folder: str) -> checkpoint.Loaded | None:
-        states = {"shared": self.shared, "per_rank": self.per_rank}
-        return checkpoint.load(folder, self.model, self.optimizers, missing_ok=True, **states)
+    def save(self, folder: Path, step: int, save: Callable[..., Any] = checkpoint.save) -> Any:
+        return save(folder, self.model, self.optimizers, step=step, **self.states())
 
-
-def sharded(plain: nn.Module, how: str) -> nn.Module:
-    if how == "plain":
-        return plain
-    if how == "one unit":
-        return FSDP(plain)
-    if how == "composable":
-        return fully_shard(plain, policy=ModuleWrapPolicy({Block}))
-    if how == "replicas":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-        return wrap(plain, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    if how.startswith("hierarchy"):
-        strategy = ShardingStrategy.HIERARCHICAL_SHARD
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-        model = wrap(plain, sharding_strategy=strategy, device_mesh=mesh)
-        return in_mode(model, "graph") if how == "hierarchy in a graph" else model
-    if how == "in int8":
-        return wrap(plain, collective_precision=CollectivePrecision("int8", "int4"))
-    if how == "around a compiled one":
-        return FSDP(torch.compile(plain, backend="eager"))  # type: ignore[arg-type]
-    if how == "compiled":
-        return torch.compile(wrap(plain), backend="fsdp_dynamo_aot_eager")  # type: ignore[return-value]
-    return wrap(plain)
+    def load(self, folder: Path, **arguments: Any) -> checkpoint.Loaded | None:
+        arguments = {"missing_ok": True, **self.states(), **arguments}
+        return checkpoint.load(folder, self.model, self.optimizers, **arguments)
 
 
 def _seed(number: int) -> None:
@@ -132,81 +111,68 @@ def _seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def _goes_on(rank: int, world_size: int, how: str, folder: str) -> dict[str, Any]:
+def _goes_on(rank: int, world_size: int, how: str, folder: Path) -> None:
+    """Dropout, random data, a scheduler, a scaler, two optimizers."""
     _seed(rank)
     first = Run(rank, how)
-    nothing_yet = first.load(folder)
+    assert first.load(folder) is None
     for _ in range(3):
         first.step()
     with record_events() as log:
-        path = checkpoint.save(folder, first.model, first.optimizers, **first.states(3))
-    gathered = sum(event.kind == "all_gather" for event in log)
+        path = first.save(folder, 3)
+    assert not any(event.kind == "all_gather" for event in log)
+    assert path == folder / "000001-step-3"
+    assert {p.name for p in folder.iterdir()} == {path.name, "owner.json"}
     losses = [first.step() for _ in range(3)]
     _seed(99)
     second = Run(rank, how)
-    loaded = second.load(folder)
-    again = [second.step() for _ in range(3)]
-    return {
-        "nothing yet": nothing_yet is None,
-        "path": path == Path(folder) / "000001-step-3",
-        "what was loaded": loaded == checkpoint.Loaded(3, path, world_size, True),
-        "losses": losses == again,
-        "scale": first.shared["scaler"].get_scale() == second.shared["scaler"].get_scale() > 4,
-        "nothing is gathered to save": gathered == 0,
-        "nothing is left": {p.name for p in Path(folder).iterdir()} == {path.name, "owner.json"},
-    }
+    assert second.load(folder) == checkpoint.Loaded(3, path, world_size, True)
+    assert [second.step() for _ in range(3)] == losses
+    scales = [run.shared["scaler"].get_scale() for run in (first, second)]
+    assert scales[0] == scales[1] > 4
 
 
-@pytest.mark.parametrize(("how", "world_size"), [("blocks", 2), ("composable", 3), ("plain", 1)])
+@pytest.mark.parametrize(("how", "world_size"), [("blocks", 2), ("plain", 1)])
 def test_goes_on_as_if_nothing_had_been(
     ranks: RankPool, tmp_path: Path, how: str, world_size: int
 ) -> None:
-    """With dropout, random data, a scheduler, a scaler, two optimizers; losses bitwise."""
-    for found in ranks.run(_goes_on, world_size, how, str(tmp_path)):
-        assert [what for what, holds in found.items() if not holds] == []
-
-
-def _whole(run: Run) -> dict[str, torch.Tensor]:
-    """Whole tensors of the model and of both optimizers."""
-    whole = StateDictOptions(full_state_dict=True)
-    model, optim = get_state_dict(run.model, run.optimizers, options=whole)
-    state = {f"model.{k}": v.detach() for k, v in model.items()}
-    for fqn, values in optim["state"].items():
-        state.update({f"{fqn}.{name}": torch.as_tensor(v) for name, v in values.items()})
-    return state
+    """Losses are bitwise those of the run that goes on."""
+    ranks.run(_goes_on, world_size, how, tmp_path)
 
 
 def _pass_on(
-    rank: int, world_size: int, how: str, folder: str, step: int
-) -> tuple[dict[str, torch.Tensor], bool | None]:
-    """Load the newest one (at first: train), and save it as the next step."""
+    rank: int, world_size: int, how: str, folder: Path, step: int
+) -> dict[str, torch.Tensor]:
+    """Load the newest one (at first: train), and save it as the next step; returns whole values."""
     run = Run(rank, how)
-    states = {"shared": run.shared}
-    loaded = checkpoint.load(folder, run.model, run.optimizers, missing_ok=True, **states)
-    if loaded is None:
+    loaded = run.load(folder, per_rank={})
+    if step == 0:
         run.step()
-    checkpoint.save(folder, run.model, run.optimizers, **run.states(step))
-    return _whole(run), None if loaded is None else loaded.is_exact
+    else:
+        assert loaded is not None
+        assert not loaded.is_exact
+    run.save(folder, step)
+    return whole_run(run.model, run.optimizers)
 
 
 def test_passed_on_from_one_sharding_to_another(ranks: RankPool, tmp_path: Path) -> None:
-    """4, 3, 1, 2, 4, 1, 2, 4, 2 ranks, other units, strategies, modes, formats: bitwise equal."""
+    """4, 3, 1, 2, 4, 2, 1, 2 ranks, other units, strategies, modes, formats: bitwise equal."""
     hands = [
-        ("hierarchy in a graph", 4),
+        ("hierarchy", 4),
         ("one unit", 3),
         ("composable", 1),
         ("compiled", 2),
         ("replicas", 4),
+        ("in int8", 2),
+        ("plain", 1),
+        ("around a compiled one", 2),
     ]
-    hands += [("plain", 1), ("around a compiled one", 2), ("hierarchy", 4), ("in int8", 2)]
     first: dict[str, torch.Tensor] = {}
     for step, (how, world_size) in enumerate(hands):
-        for whole, is_exact in ranks.run(_pass_on, world_size, how, str(tmp_path), step):
+        for whole in ranks.run(_pass_on, world_size, how, tmp_path, step):
             first = first or whole
-            assert is_exact is (None if step == 0 else False)
-            assert whole.keys() == first.keys()
-            assert all(torch.equal(value, first[name]) for name, value in whole.items())
-    assert [step for step, _ in checkpoint.complete(tmp_path)] == [*range(9)]
+            assert_same(whole, first)
+    assert [step for step, _ in checkpoint.complete(tmp_path)] == [*range(8)]
 
 
 # -- which are kept ------------------------------------------------------------------------------
@@ -216,9 +182,14 @@ def _small() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(5, 3)).sum().backward()
-    optimizer.step()
+    _step(model, optimizer)
     return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(15.0).view(5, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
@@ -279,26 +250,20 @@ def test_extra_state(tmp_path: Path) -> None:
         assert expected is None or torch.equal(found, expected)
 
 
-def _special_groups(tensor_lr: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, _ = _small()
-    lr: Any = torch.tensor(1e-3) if tensor_lr else 1e-3
-    groups = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.1}]
-    optimizer = torch.optim.Adam(groups, lr=lr)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-@pytest.mark.parametrize("tensor_lr", [False, True])
-def test_a_tensor_for_a_learning_rate_and_an_empty_group(tmp_path: Path, tensor_lr: bool) -> None:
-    model, optimizer = _special_groups(tensor_lr)
-    optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 3
+@pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)], ids=["number", "tensor"])
+def test_a_learning_rate_and_an_empty_group(tmp_path: Path, lr: Any) -> None:
+    runs = []
+    for factor in (3, 1):
+        model, _ = _small()
+        groups = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.1}]
+        runs.append((model, torch.optim.Adam(groups, lr=lr * factor)))
+    (model, optimizer), (other, fresh) = runs
+    _step(model, optimizer)
     checkpoint.save(tmp_path, model, optimizer, step=1)
-    other, fresh = _special_groups(tensor_lr)
     checkpoint.load(tmp_path, other, fresh)
     assert float(fresh.param_groups[0]["lr"]) == pytest.approx(3e-3)
     assert fresh.param_groups[1]["weight_decay"] == 0.1
-    fresh.step()
+    _step(other, fresh)
 
 
 class _Scaled(nn.Linear):
@@ -312,9 +277,9 @@ class _Scaled(nn.Linear):
         return super().forward(x) * self.gain
 
 
-def _parameters_that_are_numbers(rank: int, world_size: int, folder: str) -> list[bool]:
+@on_ranks(2)
+def test_parameters_that_are_numbers(rank: int, tmp_path: Path) -> None:
     """NAdam's products and ASGD's rates are numbers, its moments are as large as the parameter."""
-    same = []
     for number, kind in enumerate((torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW)):
         runs = []
         for _ in range(2):
@@ -323,67 +288,42 @@ def _parameters_that_are_numbers(rank: int, world_size: int, folder: str) -> lis
             runs.append((model, kind(model.parameters(), lr=0.1)))
         (model, optimizer), (other, fresh) = runs
         for _ in range(2):
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-        checkpoint.save(folder, model, optimizer, step=number)
-        checkpoint.load(folder, other, fresh)
-        for one, its in runs:
-            its.zero_grad()
-            one(torch.ones(1, 3)).sum().backward()
-            its.step()
-        whole = other.state_dict()
-        same.append(all(torch.equal(v, whole[k]) for k, v in model.state_dict().items()))
-    return same
+            _step(model, optimizer)
+        checkpoint.save(tmp_path, model, optimizer, step=number)
+        checkpoint.load(tmp_path, other, fresh)
+        for run in runs:
+            _step(*run)
+        assert_same(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def test_parameters_that_are_numbers(ranks: RankPool, tmp_path: Path) -> None:
-    for same in ranks.run(_parameters_that_are_numbers, 2, str(tmp_path)):
-        assert same == [True] * 3
-
-
-def _special_models(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+@on_ranks(2)
+def test_special_models(rank: int, tmp_path: Path) -> None:
     """The wrapped module itself, a part of a unit, compiled around units, a copy of the inside."""
-
-    def parts() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(2, 4), FSDP(nn.Linear(4, 3)))
-
-    run = Run(rank, "blocks")
+    run, other = Run(rank, "blocks"), Run(rank, "one unit")
     run.step()
-    whole = _whole(run)
-    checkpoint.save(f"{folder}/inner", run.model.module, run.optimizers, **run.states(1))
-    other = Run(rank, "one unit")
-    other.load(f"{folder}/inner")
-    try:
-        checkpoint.save(f"{folder}/part", run.model.module.norm, step=1)
-        refused = False
-    except FSDPValueError:
-        refused = True
+    checkpoint.save(tmp_path / "inner", run.model.module, run.optimizers, step=1, **run.states())
+    other.load(tmp_path / "inner")
+    assert_same(whole_run(other.model, other.optimizers), whole_run(run.model, run.optimizers))
+    with pytest.raises(FSDPValueError, match="expected a model with all units"):
+        checkpoint.save(tmp_path / "part", run.model.module.norm, step=1)
+
     inner_copy = copy.deepcopy(FSDP(nn.Linear(4, 4, bias=False)).module)
-    with torch.no_grad():
-        inner_copy.weight.fill_(2.0)
-    outer = parts()
-    optimizer = torch.optim.AdamW(outer.parameters(), lr=0.1)
-    outer(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    nn.init.constant_(inner_copy.weight, 2.0)
+    assert bool((inner_copy.state_dict()["weight"] == 2.0).all())
+
+    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 4), FSDP(nn.Linear(4, 3)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    (outer, optimizer), fresh = parts(), parts()
+    _step(outer, optimizer)
     compiled = torch.compile(outer, backend="eager")
-    checkpoint.save(f"{folder}/compiled", compiled, optimizer, step=1)
-    fresh = parts()
-    checkpoint.load(f"{folder}/compiled", fresh, torch.optim.AdamW(fresh.parameters()))
+    checkpoint.save(tmp_path / "compiled", compiled, optimizer, step=1)
+    checkpoint.load(tmp_path / "compiled", *fresh)
+    assert_same(dict(fresh[0].state_dict()), dict(outer.state_dict()))
     full = FSDP.full_optim_state_dict(outer, optimizer, rank0_only=False)["state"]
     own = optimizer.state[outer[0].weight]["exp_avg"]
-    return {
-        "the inner module": all(torch.equal(v, whole[k]) for k, v in _whole(other).items()),
-        "a part of a unit": refused,
-        "a copy of the inside": bool((inner_copy.state_dict()["weight"] == 2.0).all()),
-        "compiled": all(map(torch.equal, fresh.state_dict().values(), outer.state_dict().values())),
-        "own memory": full["0.weight"]["exp_avg"].data_ptr() != own.data_ptr(),
-    }
-
-
-def test_special_models(ranks: RankPool, tmp_path: Path) -> None:
-    for found in ranks.run(_special_models, 2, str(tmp_path)):
-        assert [what for what, holds in found.items() if not holds] == []
+    assert full["0.weight"]["exp_avg"].data_ptr() != own.data_ptr()
 
 
 class _Lists(torch.optim.SGD):
@@ -395,96 +335,110 @@ class _Lists(torch.optim.SGD):
             self.state[param]["sums"] = [torch.full((2,), float(dist.get_rank()))]
 
 
-def _one_fails_alone(rank: int, world_size: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_one_rank_that_fails_alone(rank: int, tmp_path: Path) -> None:
     """An error of one rank is raised on all, and the next save works."""
     model = wrap(make_transformer(num_blocks=2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    lists = _Lists(model.parameters())
+    optimizer, lists = torch.optim.AdamW(model.parameters()), _Lists(model.parameters())
     loss_of(model, batch(rank, 0)).backward()
     lists.step()
     optimizer.step()
-    bad: Any = {"data": 5 if rank == 1 else Loader(rank)}
-    unreadable: Any = {"data": _Unreadable() if rank == 0 else Loader(rank)}
-    calls: list[dict[str, Any]] = [
-        {"per_rank": bad},
-        {"per_rank": unreadable},
-        {"optimizers": [optimizer] if rank else [optimizer, 5]},
-        {"optimizers": torch.optim.SGD(nn.Linear(1, 1).parameters()) if rank else optimizer},
-        {"optimizers": lists},
-        {"step": rank},
+    is_first, good = rank == 0, Loader(rank)
+    others = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    unreadable, number = {"data": _Unreadable()}, {"data": 5}
+    calls: list[tuple[dict[str, Any], str, str]] = [
+        ({"per_rank": {"data": good} if is_first else number}, "CheckpointError", "FSDPTypeError"),
+        (
+            {"per_rank": unreadable if is_first else {"data": good}},
+            "UnsupportedError",
+            "CheckpointError",
+        ),
+        ({"optimizers": optimizer if is_first else others}, "CheckpointError", "FSDPValueError"),
+        ({"optimizers": lists}, "DivergenceError", "DivergenceError"),
+        ({"step": rank}, "DivergenceError", "DivergenceError"),
     ]
-    errors = []
-    for arguments in calls:
-        try:
-            checkpoint.save(folder, model, **{"optimizers": optimizer, "step": 1, **arguments})
-            errors.append("")
-        except FSDPError as error:
-            errors.append(type(error).__name__)
-    checkpoint.save(folder, model, optimizer, step=1)
-    checkpoint.load(folder, model, optimizer)
-    return errors
-
-
-def test_one_rank_that_fails_alone(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks.run(_one_fails_alone, 2, str(tmp_path))
-    alone = "CheckpointError"
-    both = ["DivergenceError"] * 2
-    assert first == [alone, "UnsupportedError", "FSDPTypeError", alone, *both]
-    assert second == ["FSDPTypeError", alone, alone, "FSDPValueError", *both]
+    for arguments, *errors in calls:
+        given = {"optimizers": optimizer, "step": 1, **arguments}
+        error = error_of(lambda given=given: checkpoint.save(tmp_path, model, **given))
+        assert error.startswith(errors[rank]), error
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    checkpoint.load(tmp_path, model, optimizer)
     assert len(checkpoint.complete(tmp_path)) == 1
 
 
 # -- in the background ---------------------------------------------------------------------------
 
 
-def _in_the_background(rank: int, world_size: int, folder: str, staged: bool) -> dict[str, bool]:
-    with as_if_on_a_device() if staged else nullcontext():
-        return _saved_in_the_background(rank, folder)
+@contextmanager
+def _as_if_on_a_device() -> Iterator[None]:
+    """All tensors are taken for a device's, and copied by torch's stager."""
+    stager = StateDictStager()
+    with (
+        mock.patch.object(saving, "_is_on_device", lambda leaf: isinstance(leaf, torch.Tensor)),
+        mock.patch.object(saving, "_stager", return_value=stager),
+        mock.patch.object(torch.accelerator, "synchronize"),
+    ):
+        yield
 
 
-def _saved_in_the_background(rank: int, folder: str) -> dict[str, bool]:
+@pytest.mark.parametrize("staged", [False, True])
+@on_ranks(2)
+def test_saving_in_the_background(rank: int, tmp_path: Path, staged: bool) -> None:
     """Training goes on for two steps before the first byte is written."""
     may_write = threading.Event()
     write = storage.Writer.write_data
 
-    def later(self: Any, plan: Any, planner: Any) -> Any:
+    def later(*args: Any) -> Any:
         assert may_write.wait(60)
-        return write(self, plan, planner)
+        return write(*args)
 
     _seed(rank)
     run = Run(rank, "blocks")
     run.step()
-    storage.Writer.write_data = later  # type: ignore[method-assign]
-    try:
-        saving = checkpoint.async_save(folder, run.model, run.optimizers, **run.states(1))
+    with (
+        _as_if_on_a_device() if staged else nullcontext(),
+        mock.patch.object(storage.Writer, "write_data", later),
+    ):
+        saving = run.save(tmp_path, 1, checkpoint.async_save)
         losses = [run.step(), run.step()]
-        waits = (
-            not saving.done() and not saving.cancel() and checkpoint.complete(Path(folder)) == []
-        )
+        assert not saving.done()
+        assert not saving.cancel()
+        assert checkpoint.complete(tmp_path) == []
         may_write.set()
-        second = checkpoint.async_save(folder, run.model, run.optimizers, **run.states(3))
-        first_is_done = saving.done()
-        path = saving.result()
+        second = run.save(tmp_path, 3, checkpoint.async_save)
+        assert saving.done()  # one at a time
+        assert saving.result() == tmp_path / "000001-step-1"
         second.result()
-    finally:
-        storage.Writer.write_data = write  # type: ignore[method-assign]
+    assert [step for step, _ in checkpoint.complete(tmp_path)] == [1, 3]
     other = Run(rank, "blocks")
-    checkpoint.load(
-        folder, other.model, other.optimizers, step=1, shared=other.shared, per_rank=other.per_rank
-    )
-    return {
-        "goes on meanwhile": waits,
-        "one at a time": first_is_done,
-        "path": path == Path(folder) / "000001-step-1",
-        "as it was when saved": [other.step(), other.step()] == losses,
-        "both": [step for step, _ in checkpoint.complete(Path(folder))] == [1, 3],
-    }
+    other.load(tmp_path, step=1, missing_ok=False)
+    assert [other.step(), other.step()] == losses
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_saving_in_the_background(ranks: RankPool, tmp_path: Path, staged: bool) -> None:
-    for found in ranks.run(_in_the_background, 2, str(tmp_path), staged):
-        assert [what for what, holds in found.items() if not holds] == []
+@on_ranks(1)
+def test_copies_of_a_devices_tensors(rank: int) -> None:
+    """Of two parts in one memory; theirs is used again, and goes with what was copied."""
+    flat, mesh = torch.arange(6.0), init_device_mesh("cpu", (1,))
+
+    def copied(flat: torch.Tensor) -> Any:
+        halves = (flat[:4].view(2, 2), flat[4:].view(1, 2))
+        return saving.in_host_memory([DTensor.from_local(one, mesh, [Shard(0)]) for one in halves])
+
+    with _as_if_on_a_device():
+        first = copied(flat)
+        flat.add_(1)
+        assert [one.to_local().tolist() for one in first] == [[[0, 1], [2, 3]], [[4, 5]]]
+        second = copied(flat)
+        parts = [one[1].to_local() for one in (first, second)]
+        assert parts[0].data_ptr() == parts[1].data_ptr()
+        assert parts[1].tolist() == [[5, 6]]
+        kept = weakref.ref(parts[1].untyped_storage())
+        del first, second, parts
+        gc.collect()
+        assert kept() is not None
+        del flat
+        gc.collect()
+        assert kept() is None
 
 
 # -- wrong arguments -----------------------------------------------------------------------------
@@ -520,5 +474,7 @@ def test_wrong_arguments(
 
 def test_a_parameter_in_two_optimizers(tmp_path: Path) -> None:
     model, optimizer = _small()
-    with pytest.raises(FSDPValueError, match="expected each parameter in one optimizer"):
+    with pytest.raises(
+        FSDPValueError, match=r"each parameter in one optimizer, got '0\.bias' in two"
+    ):
         checkpoint.save(tmp_path, model, [optimizer, optimizer], step=1)

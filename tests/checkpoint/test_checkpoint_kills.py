@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ SURVIVORS_SAY = re.compile(
     r"|RankFailedError: rank \d: expected its part of the )"
 )
 """In the saving, or in the step after it."""
-Record = dict[int, tuple[float, int]]
-"""By step: loss of the step, and a checksum of all states after it."""
 
 
 def _checksum(model: FSDP, optimizer: torch.optim.Optimizer) -> int:
@@ -42,7 +40,7 @@ def _checksum(model: FSDP, optimizer: torch.optim.Optimizer) -> int:
     return crc
 
 
-def _train(rank: int, world_size: int, folder: str, steps: int, background: bool) -> Record:
+def _train(rank: int, world_size: int, out: Path, steps: int, background: bool) -> None:
     """Go on from the newest checkpoint up to ``steps``, saving after every step.
 
     A record of each step is appended to a file, before it is saved; what was loaded must be what a
@@ -51,19 +49,18 @@ def _train(rank: int, world_size: int, folder: str, steps: int, background: bool
     torch.manual_seed(rank)
     model = wrap(make_transformer(num_blocks=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    out = Path(folder)
     loaded = checkpoint.load(out / "saved", model, optimizer, missing_ok=True)
     first = loaded.step if loaded else 0
     with (out / f"records-{rank}").open("a") as records:
-        records.write(f"loaded {first} 0 {_checksum(model, optimizer)}\n")
+        records.write(f"loaded {first} {_checksum(model, optimizer)}\n")
         for step in range(first, steps):
             noise = F.dropout(torch.ones(1), 0.5)
             loss = loss_of(model, batch(rank, step)) * (1 + noise)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            content = f"{step + 1} {loss.item()!r} {_checksum(model, optimizer)}"
-            records.write(f"trained {content}\n")
+            crc = _checksum(model, optimizer)
+            records.write(f"trained {step + 1} {crc} {loss.item()!r}\n")
             records.flush()
             (out / f"saving-{step + 1}").touch()
             arguments: dict[str, Any] = {"step": step + 1, "keep_last": 2}
@@ -74,14 +71,12 @@ def _train(rank: int, world_size: int, folder: str, steps: int, background: bool
             (out / f"saved-{step + 1}").touch()
         if background:
             saving.result()
-    return {}
 
 
-def _records(folder: Path, rank: int) -> list[tuple[str, int, float, int]]:
-    """Complete lines."""
+def _records(folder: Path, rank: int) -> list[tuple[str, int, list[str]]]:
+    """Complete lines: "loaded" or "trained", the step, checksum and loss."""
     lines = (folder / f"records-{rank}").read_text().split("\n")[:-1]
-    split = [line.split() for line in lines]
-    return [(what, int(step), float(loss), int(crc)) for what, step, loss, crc in split]
+    return [(what, int(step), rest) for what, step, *rest in map(str.split, lines)]
 
 
 def _save_s(folder: Path, step: int) -> float:
@@ -97,26 +92,29 @@ def _until(happens: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def _kill_and_go_on(
-    ranks: RankPool,
-    folder: Path,
-    moments: Sequence[tuple[float | None, list[int]]],
-    background: bool,
-) -> None:
-    """Start the run, kill it in the saving of one step, and start it again, for each moment.
-
-    Args:
-        moments: fractions of the time that a save takes, or ``None`` for the moment when its
-            files appear; and who is killed.
+def _moments(number: int) -> list[tuple[float | None, list[int], bool]]:
+    """When to kill (a fraction of the time that a save takes, or when its files appear), which
+    ranks, and whether the run saves in the background; of four moments the last two.
     """
-    straight = folder / "straight"
+    draw = random.Random(number)
+    victims = [[0, 1], [0], [1]]
+    return [(draw.random() if i % 2 else None, victims[i % 3], i % 4 > 1) for i in range(number)]
+
+
+@pytest.mark.parametrize("number", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_at_some_moments(ranks: RankPool, tmp_path: Path, number: int) -> None:
+    """A run is killed in the saving of a step and started again, for each moment.
+
+    The checkpoint that is loaded is the one before or the new one, as it was saved; losses are
+    those of an uninterrupted run.
+    """
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
     straight.mkdir()
-    ranks.run(_train, RANKS, str(straight), 6, False)
-    save_s = statistics.median(_save_s(straight, step) for step in range(1, 7))
-    killed = folder / "killed"
     killed.mkdir()
+    ranks.run(_train, RANKS, straight, 6, False)
+    save_s = statistics.median(_save_s(straight, step) for step in range(1, 7))
     newest = torn = 0
-    for fraction, victims in moments:
+    for fraction, victims, background in _moments(number):
         # One is saved before; in the background the one before may not be complete yet.
         marker = killed / f"saving-{newest + (3 if background else 2)}"
 
@@ -128,7 +126,7 @@ def _kill_and_go_on(
                 time.sleep(fraction * save_s)
 
         answers = ranks.run_and_kill(
-            _train, RANKS, str(killed), newest + 20, background, victims=victims, when=in_the_saving
+            _train, RANKS, killed, newest + 20, background, victims=victims, when=in_the_saving
         )
         for returned, text in answers.values():
             assert not returned
@@ -140,37 +138,13 @@ def _kill_and_go_on(
             path.unlink()
         newest = there[-1]
     assert torn  # some were killed while files were being written
-    ranks.run(_train, RANKS, str(killed), newest + 1, False)
-    trained = max(step for rank in range(RANKS) for _, step, *_ in _records(killed, rank))
-    ranks.run(_train, RANKS, str(straight), trained, False)
+    ranks.run(_train, RANKS, killed, newest + 1, False)
+    trained = max(step for rank in range(RANKS) for _, step, _ in _records(killed, rank))
+    ranks.run(_train, RANKS, straight, trained, False)
     for rank in range(RANKS):
-        expected = {
-            s: (loss, crc) for w, s, loss, crc in _records(straight, rank) if w == "trained"
-        }
+        expected = {step: rest for what, step, rest in _records(straight, rank) if what != "loaded"}
         found = _records(killed, rank)
-        assert sum(what == "loaded" for what, *_ in found) == len(moments) + 1
-        for what, step, loss, crc in found:
-            if what == "trained":
-                assert (loss, crc) == expected[step]
-            elif step:
-                assert crc == expected[step][1]
-
-
-def _moments(number: int) -> list[tuple[float | None, list[int]]]:
-    """Every second when files are there, others random; every third kills all ranks, others one."""
-    draw = random.Random(number)
-    victims = [[0, 1], [0], [1]]
-    return [(draw.random() if i % 2 else None, victims[i % 3]) for i in range(number)]
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_killed_at_some_moments(ranks: RankPool, tmp_path: Path, background: bool) -> None:
-    _kill_and_go_on(ranks, tmp_path, _moments(4), background)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("background", [False, True])
-def test_killed_at_fifty_moments(ranks: RankPool, tmp_path: Path, background: bool) -> None:
-    """The checkpoint that is loaded is the one before or the new one, as it was saved; losses are
-    those of an uninterrupted run."""
-    _kill_and_go_on(ranks, tmp_path, _moments(50), background)
+        assert sum(what == "loaded" for what, *_ in found) == number + 1
+        for _, step, rest in found:
+            if step:
+                assert rest == expected[step][: len(rest)]

@@ -9,17 +9,13 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as upstream
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.optim import _NamedOptimizer
 
 import fsdp_dynamo
@@ -27,7 +23,6 @@ from fsdp_dynamo import FSDP
 from fsdp_dynamo.core.dtensors import local_of
 
 Library = Any
-State = dict[str, Any]
 
 
 class _Plain(nn.Module):
@@ -39,11 +34,10 @@ class _Plain(nn.Module):
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.body(self.first(x)))
-        return out
+        return self.head(self.body(self.first(x)))
 
 
-def _model(library: Library, kind: str, strategy: str) -> nn.Module:
+def _model(library: Library, kind: str, strategy: str) -> Any:
     """Units in a unit, in a plain module, or beside an ignored module."""
     model = _Plain()
     sharded = library is fsdp_dynamo or strategy == "NO_SHARD"
@@ -57,17 +51,14 @@ def _model(library: Library, kind: str, strategy: str) -> nn.Module:
     if kind == "in a plain module":
         model.body = wrap(model.body)
         return model
-    return wrap(model, **({"ignored_modules": [model.first]} if kind == "ignored" else {}))  # type: ignore[no-any-return]
+    return wrap(model, ignored_modules=[model.first] if kind == "ignored" else None)
 
 
 def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     params = list(model.parameters())
     if kind == "groups":
-        groups = [
-            {"params": params[::2], "lr": 0.02, "weight_decay": 0.1},
-            {"params": params[1::2]},
-        ]
-        return torch.optim.Adam(groups, lr=0.01)
+        first = {"params": params[::2], "lr": 0.02, "weight_decay": 0.1}
+        return torch.optim.Adam([first, {"params": params[1::2]}], lr=0.01)
     if kind == "adam":
         return torch.optim.Adam(params, lr=0.01)
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
@@ -93,38 +84,34 @@ def _answers(library: Library, kind: str, optim: str, strategy: str) -> dict[str
         config = full_config(rank0_only=rank0_only)
         return cls.state_dict_type(module, types.FULL_STATE_DICT, None, config)
 
-    def full(rank0_only: bool = False, **changes: Any) -> State:
+    def full(rank0_only: bool = False, more: Any = (), has_groups: bool = True) -> Any:
         given = optimizer.state_dict()
-        given["state"].update(changes.pop("more", {}))
-        for name in changes:
-            del given[name]
+        given["state"].update(more)
+        if not has_groups:
+            del given["param_groups"]
         with as_full(model, rank0_only):
-            state: State = cls.optim_state_dict(model, optimizer, given, group=None)
-        return state
+            return cls.optim_state_dict(model, optimizer, given, group=None)
 
-    def loaded(rank0_only: bool) -> State:
+    def loaded(rank0_only: bool) -> Any:
         state = full(rank0_only)
         other = _model(library, kind, strategy)
         into = _optimizer(other, optim)
         with as_full(other, rank0_only):
             cls.optim_state_dict_to_load(other, into, state, load_directly=True)
-            result: State = cls.optim_state_dict(other, into)
-        return result
+            return cls.optim_state_dict(other, into)
 
-    def to_load(state: State) -> Any:
+    def to_load(state: Any) -> Any:
         result = cls.optim_state_dict_to_load(model, optimizer, state)
         named = {key: value for key, value in result["state"].items() if isinstance(key, str)}
         return {"named": named, "keys": sorted(result)}
 
-    def shard_full(**arguments: Any) -> State:
-        state: State = cls.shard_full_optim_state_dict(full(), model, **arguments)
-        return state
+    def shard_full(**arguments: Any) -> Any:
+        return cls.shard_full_optim_state_dict(full(), model, **arguments)
 
-    def scatter(**arguments: Any) -> State:
+    def scatter(**arguments: Any) -> Any:
         state = full()
         mine = state if dist.get_rank() == 0 else None
-        result: State = cls.scatter_full_optim_state_dict(mine, model, **arguments)
-        return result
+        return cls.scatter_full_optim_state_dict(mine, model, **arguments)
 
     def sharded() -> Any:
         state = cls.sharded_optim_state_dict(model, optimizer)
@@ -132,10 +119,9 @@ def _answers(library: Library, kind: str, optim: str, strategy: str) -> dict[str
         names = {name: sorted(one) for name, one in state["state"].items()}
         return {"saved": names, "groups": state["param_groups"], "numbers": sorted(result["state"])}
 
-    def rekeyed(to: str, state: State, **arguments: Any) -> State:
-        kind = OptimStateKeyType[to] if library is upstream else library.OptimStateKeyType[to]
-        result: State = cls.rekey_optim_state_dict(state, kind, _PLAIN, **arguments)
-        return result
+    def rekeyed(to: str, state: Any, **arguments: Any) -> Any:
+        kinds = (upstream if to == "PARAM_NAME" else library).OptimStateKeyType  # both are taken
+        return cls.rekey_optim_state_dict(state, kinds[to], _PLAIN, **arguments)
 
     plain = _optimizer(_PLAIN, optim)
     params, mine = list(model.parameters()), list(_PLAIN.parameters())
@@ -145,11 +131,11 @@ def _answers(library: Library, kind: str, optim: str, strategy: str) -> dict[str
         "full": full,
         "full, rank 0": lambda: full(rank0_only=True),
         "full, older name": lambda: cls.full_optim_state_dict(model, optimizer),
-        "without groups": lambda: full(param_groups=None),
+        "without groups": lambda: full(has_groups=False),
         "with more": lambda: full(more=extra),
         "loaded": lambda: loaded(False),
         "loaded, rank 0": lambda: loaded(True),
-        "to load, without groups": lambda: to_load(full(param_groups=None)),
+        "to load, without groups": lambda: to_load(full(has_groups=False)),
         "to load, with more": lambda: to_load(full(more=extra)),
         "to load, without states": lambda: to_load({"param_groups": []}),
         "numbers: shard": shard_full,
@@ -167,21 +153,17 @@ def _answers(library: Library, kind: str, optim: str, strategy: str) -> dict[str
         "rekeyed as it is": lambda: rekeyed("PARAM_ID", by_number),
         "rekeyed, two kinds": lambda: rekeyed("PARAM_ID", {**by_number, "state": {"a": {}, 0: {}}}),
     }
-    is_flat = strategy != "NO_SHARD"
+    left_out = ["numbers"] if strategy != "NO_SHARD" else []
     if optim == "odd":  # upstream's ranks wait for different tensors
-        calls = {name: call for name, call in calls.items() if not _broadcasts(name)}
+        left_out += ["loaded, rank 0", "numbers: scatter"]
     return {
         name: _comparable(_attempt(call))
         for name, call in calls.items()
-        if not (is_flat and name.startswith("numbers"))
+        if not name.startswith(tuple(left_out))
     }
 
 
 _PLAIN = _Plain()
-
-
-def _broadcasts(name: str) -> bool:
-    return name == "loaded, rank 0" or "scatter" in name
 
 
 def _attempt(call: Callable[[], Any]) -> Any:
@@ -221,22 +203,17 @@ CASES = (
 )
 
 
-def _compare(rank: int, world_size: int) -> dict[Any, list[str]]:
+@on_ranks(2)
+def test_forms_are_upstreams(rank: int) -> None:
     warnings.simplefilter("ignore")
-    found: dict[Any, list[str]] = {}
     for case in CASES:
         theirs, ours = (_answers(library, *case) for library in (upstream, fsdp_dynamo))
         assert len(theirs) >= 15
-        found[case] = _differences(theirs, ours, "")
-    return found
+        assert _differences(theirs, ours, "") == [], case
 
 
-def test_forms_are_upstreams(ranks: RankPool) -> None:
-    for found in ranks.run(_compare, 2):
-        assert {case: paths for case, paths in found.items() if paths} == {}
-
-
-def _by_name(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_by_name(rank: int) -> None:
     """An optimizer that saves names and loads them."""
     model, other = (FSDP(_Plain()) for _ in range(2))
     optimizer, into = (
@@ -251,75 +228,3 @@ def _by_name(rank: int, world_size: int) -> None:
     FSDP.optim_state_dict_to_load(other, into, state, is_named_optimizer=True, load_directly=True)
     for one, two in zip(optimizer.state.values(), into.state.values(), strict=True):
         assert torch.equal(one["momentum_buffer"], two["momentum_buffer"])
-
-
-def test_an_optimizer_by_name(ranks: RankPool) -> None:
-    ranks.run(_by_name, 2)
-
-
-# -- local states and torch.distributed.checkpoint -------------------------------------------------
-
-
-def _local(library: Library, strategy: str, offload: bool, folder: str) -> list[str]:
-    """Outcomes for the optimizer's local states: saved, saved in the background, loaded."""
-    found: list[str] = []
-    cls, form = library.FullyShardedDataParallel, library.StateDictType
-    model = _model(library, "whole", strategy)
-    optimizer = _optimizer(model, "adam")
-    _step(model, optimizer, "adam")
-    expected = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
-    with cls.state_dict_type(model, form.SHARDED_STATE_DICT):
-        dcp.save(cls.optim_state_dict(model, optimizer), checkpoint_id=f"{folder}/0")
-    configs = library.LocalStateDictConfig(), library.LocalOptimStateDictConfig(offload)
-    with cls.state_dict_type(model, form.LOCAL_STATE_DICT, *configs):
-        states = cls.optim_state_dict(model, optimizer)
-        saves: list[Callable[..., Any]] = [dcp.save]
-        if library is fsdp_dynamo:  # torch copies no ShardedTensor for it
-            saves.append(lambda *args, **kwargs: dcp.async_save(*args, **kwargs).result())
-        for number, save in enumerate(saves):
-            path = f"{folder}/{number + 1}"
-            found.append(_outcome(lambda save=save, path=path: save(states, checkpoint_id=path)))
-        written = [0, *(n + 1 for n, outcome in enumerate(found) if outcome == "done")]
-        for number in written:
-            _step(model, optimizer, "adam")  # other states
-            path = f"{folder}/{number}"
-            found.append(_outcome(lambda path=path: dcp.load(states, checkpoint_id=path)))
-            if found[-1] == "done":
-                given = cls.optim_state_dict_to_load(model, optimizer, states)
-                optimizer.load_state_dict(given)
-                loaded = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
-                found[-1] = str(_differences(_comparable(expected), _comparable(loaded), ""))
-    return found
-
-
-def _outcome(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except CheckpointException as error:
-        return "refused" if "got a LOCAL_STATE_DICT" in str(error) else str(error)
-    return "done"
-
-
-def _local_ones(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
-    warnings.simplefilter("ignore")
-    return {
-        f"{library.__name__} {strategy} {offload}": _local(
-            library, strategy, offload, f"{folder}/{library.__name__}{strategy}{offload}"
-        )
-        for library in (upstream, fsdp_dynamo)
-        for strategy in ("FULL_SHARD", "NO_SHARD")
-        for offload in (False, True)
-    }
-
-
-def test_local_ones_and_files(ranks: RankPool, tmp_path: Path) -> None:
-    """Right or refused: FSDP1's are sharded values, ours rank-local ones where parts are."""
-    for found in ranks.run(_local_ones, 2, str(tmp_path)):
-        assert len(found) == 8
-        for what, outcomes in found.items():
-            saved, loaded = ["done"], ["[]"] * 2
-            if what.startswith("fsdp_dynamo"):
-                saved, loaded = ["done"] * 2, ["[]"] * 3
-            if what.startswith("fsdp_dynamo FULL_SHARD"):
-                saved, loaded = ["refused"] * 2, ["refused"]
-            assert outcomes == [*saved, *loaded], what

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import fit_squares
-from models import Block, batch, loss_of, make_transformer, wrap
+from models import batch, loss_of, make_transformer
 from pool import RankPool, on_ranks
+from shardings import fit_tokens, sharded
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -23,15 +23,12 @@ from fsdp_dynamo import (
     FSDP,
     DivergenceError,
     FSDPValueError,
-    FullOptimStateDictConfig,
-    ShardingStrategy,
     StateDictType,
     UnsupportedError,
     checkpoint,
     fully_shard,
 )
 from fsdp_dynamo.core.dtensors import local_of
-from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
 def _plain() -> nn.Module:
@@ -41,22 +38,7 @@ def _plain() -> nn.Module:
 
 
 def _sharded(how: str) -> nn.Module:
-    if how == "plain":
-        return _plain()
-    if how == "one unit":
-        return FSDP(_plain())
-    if how == "composable":
-        return fully_shard(_plain(), policy=ModuleWrapPolicy({Block}))
-    if how == "not sharded":
-        return wrap(_plain(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    if how == "replicas":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-        return wrap(_plain(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    if how == "hierarchy":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-        strategy = ShardingStrategy.HIERARCHICAL_SHARD
-        return FSDP(_plain(), sharding_strategy=strategy, device_mesh=mesh)
-    return wrap(_plain())
+    return sharded(_plain(), how)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -91,52 +73,29 @@ class _Factored(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
         super().__init__(model.parameters(), {"lr": 0.01})
-
-    def _places(self) -> list[tuple[nn.Parameter, tuple[int, ...], int]]:
-        return [(p, tuple(p.shape), _start(p)) for p in self.model.parameters()]
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        for param, shape, start in self._places():
+        for param in self.param_groups[0]["params"]:
             if param.grad is None:
                 continue
             part, grad = local_of(param), local_of(param.grad)
-            if len(shape) < 2:
+            if param.dim() < 2:
                 part.sub_(grad, alpha=0.01)
                 continue
-            flat_grad = grad.reshape(-1)
+            flat_grad, start = grad.reshape(-1), _start(param)
             positions = torch.arange(start, start + part.numel())
-            rows, columns = positions // shape[1], positions % shape[1]
+            rows, columns = positions // param.shape[1], positions % param.shape[1]
             state = self.state[param]
-            for name, size, index in (("row", shape[0], rows), ("column", shape[1], columns)):
+            for name, size, index in zip(
+                ("row", "column"), param.shape, (rows, columns), strict=True
+            ):
                 sums = torch.zeros(size).index_add_(0, index, flat_grad.square())
-                if part.numel() < shape[0] * shape[1] or dist.get_world_size() > 1:
-                    dist.all_reduce(sums)
+                dist.all_reduce(sums)
                 state[name] = 0.9 * state.get(name, torch.zeros(size)) + 0.1 * sums
             scale = (state["row"][rows] * state["column"][columns] + 1e-6).rsqrt()
             part.sub_((flat_grad * scale).view_as(part), alpha=1e-3)
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "factored": _Factored,
-}
-
-
-def _train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range
-) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = loss_of(model, batch(rank, step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -145,93 +104,76 @@ def _equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
-def _save(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple[Any, list[float]]:
-    """Two steps, a checkpoint, two more steps: whole states at the checkpoint, later losses."""
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "factored": _Factored,
+}
+
+
+def _resumed(
+    rank: int, world_size: int, how: str, kind: str, folder: str, is_first: bool
+) -> tuple[Any, list[float]]:
+    """Train two steps and save, or load that; whole states then, and losses of two more steps."""
     model = _sharded(how)
     optimizer = OPTIMIZERS[kind](model)
-    _train(model, optimizer, rank, range(2))
-    whole = _whole(model, optimizer)
-    checkpoint.save(folder, model, optimizer, step=2)
-    return whole, _train(model, optimizer, rank, range(2, 4))
-
-
-def _load(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple[Any, list[float]]:
-    model = _sharded(how)
-    optimizer = OPTIMIZERS[kind](model)
-    checkpoint.load(folder, model, optimizer)
-    return _whole(model, optimizer), _train(model, optimizer, rank, range(2, 4))
-
-
-def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        return FSDP.optim_state_dict(model, optimizer)
+    if is_first:
+        fit_tokens(model, optimizer, rank, range(2))
+        checkpoint.save(folder, model, optimizer, step=2)
+    else:
+        checkpoint.load(folder, model, optimizer)
+    whole = FSDP.optim_state_dict(model, optimizer)
+    return whole, fit_tokens(model, optimizer, rank, range(2, 4))
 
 
 @pytest.mark.parametrize(
-    ("how", "world_size", "kind", "loaders"),
+    ("kind", "how", "world_size", "loaders"),
     [
-        ("blocks", 4, "adamw", [("blocks", 4), ("one unit", 3), ("composable", 1)]),
-        ("composable", 2, "sgd", [("composable", 2), ("replicas", 4), ("not sharded", 2)]),
-        ("one unit", 2, "factored", [("one unit", 2), ("blocks", 4)]),
-        ("hierarchy", 4, "adamw", [("hierarchy", 4), ("one unit", 4), ("blocks", 3)]),
-        ("blocks", 3, "adamw", [("hierarchy", 4)]),
+        ("adamw", "blocks", 4, [("one unit", 3), ("not sharded", 2)]),
+        ("factored", "one unit", 2, [("one unit", 2), ("blocks", 4)]),
     ],
 )
 def test_another_sharding_loads_it(
     ranks: RankPool,
     tmp_path: Path,
+    kind: str,
     how: str,
     world_size: int,
-    kind: str,
     loaders: list[tuple[str, int]],
 ) -> None:
     """Whole states are the same bit by bit; the same sharding goes on as if nothing had been."""
     folder = str(tmp_path / "checkpoint")
-    saved = ranks.run(_save, world_size, how, kind, folder)
-    for whole, _ in saved:
-        assert _equal(whole, saved[0][0])
+    saved = ranks.run(_resumed, world_size, how, kind, folder, True)
+    expected = saved[0][0]
+    assert all(_equal(whole, expected) for whole, _ in saved)
     for other, size in loaders:
-        found = ranks.run(_load, size, other, kind, folder)
-        for rank, (whole, losses) in enumerate(found):
-            assert _equal(whole, saved[0][0])
-            if (other, size) == (how, world_size):
-                assert losses == saved[rank][1]
-
-
-def _of_the_plain_model(rank: int, world_size: int, kind: str) -> tuple[bool, list[float], Any]:
-    """Whole states are those of a plain optimizer, and go both modes."""
-    plain = _plain()
-    reference = OPTIMIZERS[kind](plain)
-    model = _sharded("blocks")
-    optimizer = OPTIMIZERS[kind](model)
-    for step in range(2):
-        plain.zero_grad()
-        (sum(loss_of(plain, batch(r, step)) for r in range(world_size)) / world_size).backward()
-        reference.step()
-    _train(model, optimizer, rank, range(2))
-    names = [n for n, p in plain.named_parameters()]
-    by_name = {p: n for n, p in plain.named_parameters()}
-    order = [by_name[p] for group in reference.param_groups for p in group["params"]]
-    whole = FSDP.optim_state_dict(model, optimizer)
-    close = []
-    for number, state in reference.state_dict()["state"].items():
-        for name, value in state.items():
-            close.append(torch.allclose(value, whole["state"][order[number]][name], 1e-4, 1e-6))
-    other = _sharded("one unit")
-    again = OPTIMIZERS[kind](other)
-    again.load_state_dict(FSDP.optim_state_dict_to_load(other, again, whole))
-    same = _equal(FSDP.optim_state_dict(other, again), whole)
-    known = all(name in names for name in whole["state"])
-    groups = [group["params"] for group in whole["param_groups"]]
-    return all(close) and known and same, [len(g) for g in groups], sorted(whole["state"])[:2]
+        found = ranks.run(_resumed, size, other, kind, folder, False)
+        assert all(_equal(whole, expected) for whole, _ in found)
+        if (other, size) == (how, world_size):
+            assert [losses for _, losses in found] == [losses for _, losses in saved]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_whole_states_are_the_plain_optimizers(ranks: RankPool, kind: str) -> None:
-    for same, groups, first in ranks.run(_of_the_plain_model, 2, kind):
-        assert same
-        assert sum(groups) == len(list(_plain().parameters())) - (kind == "adamw")
-        assert first == ["blocks.0.down.bias", "blocks.0.down.weight"]
+@on_ranks(2)
+def test_whole_states_are_the_plain_optimizers(rank: int, kind: str) -> None:
+    """Trained on the same batches; another sharding loads them."""
+    make = _adamw if kind == "adamw" else _sgd
+    plain, model = _plain(), _sharded("blocks")
+    reference, optimizer = make(plain), make(model)
+    for step in range(2):
+        plain.zero_grad()
+        (sum(loss_of(plain, batch(r, step)) for r in range(2)) / 2).backward()
+        reference.step()
+    fit_tokens(model, optimizer, rank, range(2))
+    by_param = {p: n for n, p in plain.named_parameters()}
+    order = [by_param[p] for group in reference.param_groups for p in group["params"]]
+    by_name = {order[n]: state for n, state in reference.state_dict()["state"].items()}
+    whole = FSDP.optim_state_dict(model, optimizer)
+    torch.testing.assert_close(whole["state"], by_name, rtol=1e-4, atol=1e-6)
+    assert [name for group in whole["param_groups"] for name in group["params"]] == order
+    other = _sharded("one unit")
+    again = make(other)
+    again.load_state_dict(FSDP.optim_state_dict_to_load(other, again, whole))
+    assert _equal(FSDP.optim_state_dict(other, again), whole)
 
 
 class _Sometimes(torch.optim.SGD):
@@ -244,72 +186,53 @@ class _Sometimes(torch.optim.SGD):
                 self.state[param]["mask"] = torch.ones_like(param) if number == 0 else None
 
 
-def _with_none(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+@on_ranks(2)
+def test_states_that_are_none(rank: int, tmp_path: Path) -> None:
     model = _sharded("blocks")
-    optimizer = _Sometimes(model.parameters(), lr=0.1, momentum=0.9)
-    _train(model, optimizer, rank, range(1))
+    optimizer, fresh, loaded = (
+        _Sometimes(model.parameters(), lr=0.1, momentum=0.9) for _ in range(3)
+    )
+    fit_tokens(model, optimizer, rank)
     own = optimizer.state_dict()["state"]
+    assert sum(state["mask"] is None for state in own.values()) > 1
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         parts = FSDP.optim_state_dict(model, optimizer)
     whole = FSDP.optim_state_dict(model, optimizer)
     names = [name for name, _ in model.named_parameters()]
-    fresh = _Sometimes(model.parameters(), lr=0.1, momentum=0.9)
+    for states in (whole["state"], parts["state"]):
+        kinds = {k: {n: v is None for n, v in state.items()} for k, state in states.items()}
+        assert kinds == {
+            names[number]: {n: v is None for n, v in state.items()} for number, state in own.items()
+        }
     fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, whole))
-    checkpoint.save(folder, model, optimizer, step=1)
-    loaded = _Sometimes(model.parameters(), lr=0.1, momentum=0.9)
-    checkpoint.load(folder, model, loaded)
-
-    def has_all(states: dict[str, Any]) -> bool:
-        return all(
-            states[names[number]].keys() == state.keys()
-            and [n for n, v in states[names[number]].items() if v is None]
-            == [n for n, v in state.items() if v is None]
-            for number, state in own.items()
-        )
-
-    return {
-        "some are None": sum(state["mask"] is None for state in own.values()) > 1,
-        "whole": has_all(whole["state"]),
-        "parts": has_all(parts["state"]),
-        "loaded": _equal(fresh.state_dict()["state"], own),
-        "from files": _equal(loaded.state_dict()["state"], own),
-    }
+    assert _equal(fresh.state_dict()["state"], own)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    checkpoint.load(tmp_path, model, loaded)
+    assert _equal(loaded.state_dict()["state"], own)
 
 
-def test_states_that_are_none(ranks: RankPool, tmp_path: Path) -> None:
-    for found in ranks.run(_with_none, 2, str(tmp_path)):
-        assert [what for what, holds in found.items() if not holds] == []
-
-
-def _other_forms(rank: int, world_size: int, form: str) -> dict[str, bool]:
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+@on_ranks(2)
+def test_other_forms(rank: int, form: str) -> None:
     """No groups, a state of the optimizer as a whole, and other orders on other ranks."""
     model = _sharded("blocks")
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params if rank == 0 else params[::-1], lr=0.1, momentum=0.9)
-    _train(model, optimizer, rank, range(1))
+    fit_tokens(model, optimizer, rank)
     optimizer.state["rounds"] = 7  # type: ignore[index]
     fresh = torch.optim.SGD(params[::-1] if rank == 0 else params, lr=0.1, momentum=0.9)
     with FSDP.state_dict_type(model, StateDictType[form]):
-        given = optimizer.state_dict()
-        without = {"state": given["state"]}
+        without_groups = {"state": optimizer.state_dict()["state"]}
         states = FSDP.optim_state_dict(model, optimizer)
-        no_groups = FSDP.optim_state_dict(model, optimizer, without)
+        no_groups = FSDP.optim_state_dict(model, optimizer, without_groups)
         loaded = FSDP.optim_state_dict_to_load(model, fresh, no_groups)
         again = FSDP.optim_state_dict_to_load(model, fresh, states)
         fresh.load_state_dict(again)
-    return {
-        "saved": list(no_groups) == ["state"]
-        and no_groups["state"].keys() == states["state"].keys(),
-        "loaded": list(loaded) == ["state"] and loaded["state"].keys() == again["state"].keys(),
-        "whole": states["state"]["rounds"] == fresh.state["rounds"] == 7,  # type: ignore[index]
-        "order": all(_equal(fresh.state[p], optimizer.state[p]) for p in params),
-    }
-
-
-@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
-def test_other_forms(ranks: RankPool, form: str) -> None:
-    for found in ranks.run(_other_forms, 2, form):
-        assert [what for what, holds in found.items() if not holds] == []
+    assert list(no_groups) == list(loaded) == ["state"]
+    assert no_groups["state"].keys() == states["state"].keys()
+    assert loaded["state"].keys() == again["state"].keys()
+    assert states["state"]["rounds"] == fresh.state["rounds"] == 7  # type: ignore[index]
+    assert all(_equal(fresh.state[p], optimizer.state[p]) for p in params)
 
 
 class _RowSums(torch.optim.SGD):
@@ -322,63 +245,26 @@ class _RowSums(torch.optim.SGD):
                 self.state[param]["sums"] = torch.full((3,), float(dist.get_rank()))
 
 
-def _options(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_bad_input(rank: int) -> None:
     model = _sharded("blocks")
-    optimizer = _sgd(model)
-    _train(model, optimizer, rank, range(1))
-    first = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, first):
-        alone = FSDP.optim_state_dict(model, optimizer)
-    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        local = FSDP.optim_state_dict(model, optimizer)
-        given = FSDP.optim_state_dict_to_load(model, optimizer, local)
+    optimizer, rows = _sgd(model), _RowSums(model.parameters(), lr=0.1)
+    fit_tokens(model, optimizer, rank)
     whole = FSDP.optim_state_dict(model, optimizer)
-    rows = _RowSums(model.parameters(), lr=0.1)
-    _train(model, rows, rank, range(1))
-    unknown = {**whole, "state": {**whole["state"], "nowhere": {}}}
-    shape = {"head.bias": {"momentum_buffer": torch.ones(5)}}
-    torn = [{"params": ["norm.weight"], "lr": 1.0}]
-    wrong: dict[str, tuple[Callable[[], object], type[Exception]]] = {
-        "state of the sharding": (lambda: FSDP.optim_state_dict(model, rows), DivergenceError),
-        "unknown name": (
-            lambda: FSDP.optim_state_dict_to_load(model, optimizer, unknown),
-            FSDPValueError,
-        ),
-        "another shape": (
-            lambda: FSDP.optim_state_dict_to_load(
-                model, optimizer, {**whole, "state": {"norm.weight": shape["head.bias"]}}
-            ),
-            FSDPValueError,
-        ),
-        "another model": (
-            lambda: FSDP.optim_state_dict(model, _sgd(nn.Linear(2, 2))),
-            FSDPValueError,
-        ),
-        "torn groups": (
-            lambda: FSDP.optim_state_dict_to_load(
-                model, optimizer, {"state": {}, "param_groups": torn}
-            ),
-            FSDPValueError,
-        ),
-    }
-    refused = {}
-    for what, (call, kind) in wrong.items():
-        try:
-            call()
-            refused[what] = False
-        except kind:
-            refused[what] = True
-    state = optimizer.state_dict()["state"]
-    return {
-        "rank 0 alone": _equal(alone, whole) if rank == 0 else alone == {},
-        "local": all(_equal(value, given["state"][number]) for number, value in state.items()),
-        **refused,
-    }
-
-
-def test_options_and_bad_input(ranks: RankPool) -> None:
-    for found in ranks.run(_options, 2):
-        assert [what for what, holds in found.items() if not holds] == []
+    fit_tokens(model, rows, rank)
+    with pytest.raises(DivergenceError, match="sums"):
+        FSDP.optim_state_dict(model, rows)
+    with pytest.raises(FSDPValueError, match="an optimizer of this model's"):
+        FSDP.optim_state_dict(model, _sgd(nn.Linear(2, 2)))
+    other_shape = {"norm.weight": {"momentum_buffer": torch.ones(5)}}
+    torn_groups = [{"params": ["norm.weight"], "lr": 1.0}]
+    for wrong, named in (
+        ({**whole, "state": {**whole["state"], "nowhere": {}}}, "nowhere"),
+        ({**whole, "state": other_shape}, r"norm\.weight"),
+        ({"state": {}, "param_groups": torn_groups}, "a saved group with parameter"),
+    ):
+        with pytest.raises(FSDPValueError, match=named):
+            FSDP.optim_state_dict_to_load(model, optimizer, wrong)
 
 
 @on_ranks(2)

@@ -8,32 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, Block, Transformer, batch, loss_of, make_transformer, train, wrap
-from pool import RankFailedError, RankPool, on_ranks
+from loops import error_of
+from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from pool import on_ranks
+from shardings import assert_same, unsharded
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fsdp_dynamo import (
-    FSDP,
-    FSDPValueError,
-    FullStateDictConfig,
-    MixedPrecision,
-    StateDictType,
-    fully_shard,
-)
+from fsdp_dynamo import FSDP, MixedPrecision, StateDictType, fully_shard
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
 BLOCKS = ModuleWrapPolicy({Block})
-ORDERS = [
-    order
-    for length in (1, 2, 3)
-    for order in permutations(("wrap", "compile", "checkpoint"), length)
-    if "wrap" in order
-]
+STEPS = ("wrap", "compile", "checkpoint")
+ORDERS = ["-".join(order) for n in (1, 2, 3) for order in permutations(STEPS, n) if "wrap" in order]
+
+
+def _plain() -> nn.Module:
+    model = make_transformer(num_blocks=1, tied=True)
+    model.register_buffer("table", torch.arange(3.0))
+    return model
 
 
 def _checkpoint(model: nn.Module) -> nn.Module:
@@ -41,167 +37,43 @@ def _checkpoint(model: nn.Module) -> nn.Module:
     return model
 
 
-def _build(order: tuple[str, ...], per_block_compile: bool = False) -> nn.Module:
-    model: nn.Module = make_transformer(num_blocks=2, tied=True)
-    model.register_buffer("table", torch.arange(3.0))
-    for step in order:
+def _build(order: str, per_block_compile: bool = False) -> nn.Module:
+    model = _plain()
+    for step in order.split("-"):
         if step == "wrap":
             model = wrap(model)
         elif step == "checkpoint":
             model = _checkpoint(model)
         elif per_block_compile:
-            for i, block in enumerate(model.blocks):
-                model.blocks[i] = torch.compile(block, backend="aot_eager")
+            model.blocks[0] = torch.compile(model.blocks[0], backend="aot_eager")
         else:
             model = torch.compile(model, backend="aot_eager")
     return model
 
 
-def _plain() -> nn.Module:
-    model = make_transformer(num_blocks=2, tied=True)
-    model.register_buffer("table", torch.arange(3.0))
-    return model
-
-
-def _keys_and_losses(
-    rank: int, world_size: int, order: tuple[str, ...], per_block: bool
-) -> tuple[bool, list[str], list[str], list[float], list[float]]:
-    plain = _plain()
-    model = _build(order, per_block)
+@pytest.mark.parametrize(
+    ("order", "per_block"),
+    [
+        ("checkpoint-wrap-compile", False),
+        ("compile-wrap-checkpoint", False),
+        ("wrap-checkpoint-compile", False),
+        ("compile-checkpoint-wrap", False),
+        ("compile-checkpoint-wrap", True),
+    ],
+)
+@on_ranks(2)
+def test_trains_in_this_order(rank: int, order: str, per_block: bool) -> None:
+    """Each is before and after each other one. State dicts are a plain model's, back and forth."""
+    plain, model = _plain(), _build(order, per_block)
     state = model.state_dict()
-    equal = all(torch.equal(value, state[key]) for key, value in plain.state_dict().items())
-    plain.load_state_dict(state)
-    names = sorted(name for name, _ in model.named_parameters())
-    assert names == sorted(name for name, _ in plain.named_parameters())
-    assert [n for n, _ in model.named_buffers()] == ["table"]
+    assert list(state) == list(plain.state_dict())
+    assert_same(dict(state), dict(plain.state_dict()))
     reference, _ = train(wrap(_plain()), rank, steps=2)
     losses, _ = train(model, rank, steps=2)
-    after = model.state_dict()
-    model.load_state_dict(plain.state_dict())  # back to the start, through plain keys
-    again, _ = train(model, rank, steps=1)
-    assert again[0] == losses[0]
-    assert not torch.equal(after["head.weight"], state["head.weight"])
-    return equal, list(plain.state_dict()), list(state), reference, losses
-
-
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_every_order(ranks: RankPool, order: tuple[str, ...]) -> None:
-    for equal, expected, got, reference, losses in ranks.run(_keys_and_losses, 2, order, False):
-        assert equal
-        assert got == expected
-        assert losses == pytest.approx(reference, rel=1e-6)
-
-
-@pytest.mark.parametrize("order", [("compile", "wrap"), ("compile", "checkpoint", "wrap")])
-def test_blocks_compiled_one_by_one(ranks: RankPool, order: tuple[str, ...]) -> None:
-    for equal, expected, got, reference, losses in ranks.run(_keys_and_losses, 2, order, True):
-        assert equal
-        assert got == expected
-        assert losses == pytest.approx(reference, rel=1e-6)
-
-
-def _round_trip(rank: int, world_size: int) -> tuple[float, float]:
-    """A trained state goes through the plain model into a model wrapped in another way."""
-    trained = wrap(make_transformer(num_blocks=2))
-    train(trained, rank, steps=2)
-    plain = make_transformer(num_blocks=2)
-    plain.load_state_dict(trained.state_dict())
-    whole = FSDP(make_transformer(num_blocks=2))
-    whole.load_state_dict(trained.state_dict())
-    tokens = batch(0, 9)
-    with torch.no_grad():
-        assert torch.equal(whole(tokens), trained(tokens))
-        return loss_of(plain, tokens).item(), loss_of(trained, tokens).item()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_round_trip(ranks: RankPool, world_size: int) -> None:
-    for plain, trained in ranks.run(_round_trip, world_size):
-        assert plain == trained
-
-
-def _options_set_later(rank: int, world_size: int) -> tuple[list[str], bool, list[str]]:
-    model = wrap(make_transformer(num_blocks=1))
-    config, mine = FullStateDictConfig(), FullStateDictConfig(rank0_only=True)
-    config.rank0_only = True  # upstream's classes can be written to, and integrations do so
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-        config.rank0_only = False
-        names = list(model.state_dict())
-        same = FSDP.get_state_dict_type(model).state_dict_config == mine
-    return names, same, list(model.state_dict())
-
-
-def test_options_are_those_of_the_call(ranks: RankPool) -> None:
-    (first, same, every), (second, *_) = ranks.run(_options_set_later, 2)
-    assert (first, second, same) == (every, [], True)
-
-
-class _InFile:
-    """A value that loaders of others pass: it has a shape, and is read when a function needs it."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.shape, self._value = value.shape, value
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = tree_map_only(cls, lambda one: one._value, args)
-        return func(*args, **(kwargs or {}))
-
-
-def _loaded_as_needed(rank: int, world_size: int) -> list[str]:
-    model = wrap(make_transformer(num_blocks=2))
-    plain = Transformer(num_blocks=2)  # other weights, the same on every rank
-    model.load_state_dict({name: _InFile(value) for name, value in plain.state_dict().items()})
-    whole = model.state_dict()
-    return [
-        name for name, value in plain.state_dict().items() if not torch.equal(whole[name], value)
-    ]
-
-
-def test_values_that_are_loaded_as_they_are_needed(ranks: RankPool) -> None:
-    assert ranks.run(_loaded_as_needed, 2) == [[], []]
-
-
-def _wrong_shape(rank: int, world_size: int) -> None:
-    model = wrap(make_transformer())
-    state = model.state_dict()
-    state["head.weight"] = torch.zeros(VOCABULARY, 3)
-    model.load_state_dict(state)
-
-
-def test_wrong_shape_names_the_key(ranks: RankPool) -> None:
-    with pytest.raises(RankFailedError, match=r"key 'head.weight': expected .*\(31, 16\), got"):
-        ranks.run(_wrong_shape, 2)
-
-
-class _Scaled(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("scale", torch.ones(4, dtype=dtype))
-
-
-def _buffers(rank: int, world_size: int) -> tuple[list[torch.dtype], list[torch.dtype]]:
-    """Dtypes while it runs, and in a checkpoint."""
-    own = {"mixed_precision": MixedPrecision(buffer_dtype=torch.float16)}
-    model = nn.Sequential(_Scaled(torch.float32), _Scaled(torch.float64), nn.BatchNorm1d(4))
-    first = model[0]
-    wrapped = FSDP(
-        model,
-        auto_wrap_policy=CustomPolicy(lambda module: own if module is first else False),
-        mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16),
-    )
-    state = wrapped.state_dict()
-    names = ["0.scale", "1.scale", "2.running_mean"]
-    live = dict(wrapped.named_buffers())
-    return [live[name].dtype for name in names], [state[name].dtype for name in names]
-
-
-def test_buffers_keep_their_dtype_in_checkpoints(ranks: RankPool) -> None:
-    """Each module's are cast as its unit says; norms in their own precision keep theirs."""
-    for live, saved in ranks.run(_buffers, 2):
-        assert live == [torch.float16, torch.bfloat16, torch.float32]
-        assert saved == [torch.float32, torch.float64, torch.float32]
+    assert losses == pytest.approx(reference, rel=1e-6)
+    assert not torch.equal(model.state_dict()["head.weight"], state["head.weight"])
+    model.load_state_dict(plain.state_dict())
+    assert train(model, rank, steps=1)[0][0] == losses[0]
 
 
 class _Around(nn.Module):
@@ -219,105 +91,113 @@ def _in_kind(kind: str) -> nn.Module:
     if kind == "compiled fully_shard":
         return torch.compile(fully_shard(_plain(), policy=BLOCKS), backend="aot_eager")
     if kind == "inside another module":
-        return _Around(_build(("checkpoint", "wrap", "compile")))
+        return _Around(_build("checkpoint-wrap-compile"))
     if kind == "the wrapped module":
-        return _build(("wrap",))
-    return _build(tuple(kind.split("-")))
+        wrapper: Any = _build("wrap")
+        return wrapper.module
+    return _build(kind)
 
 
-def _reports(rank: int, world_size: int, kind: str) -> tuple[Any, ...]:
-    """The report on keys that are missing, unexpected, or of another shape."""
-    outermost = _in_kind(kind)
-    model = outermost.module if kind == "the wrapped module" else outermost
-    prefix = "net." if kind == "inside another module" else ""
-    given = model.state_dict()
-    missing = [f"{prefix}{name}" for name in ("table", "blocks.0.qkv.weight")]
-    unexpected = [f"{prefix}{name}" for name in ("oops", "blocks.0.nope.weight")]
-    if prefix:
-        missing.append("other._orig_mod.weight")
-    for name in missing:
-        del given[name]
-    given.update({name: torch.ones(2) for name in unexpected})
-    report = model.load_state_dict(given, strict=False)
-    said = []
-    for name in ("table", "norm.weight"):
-        try:
-            model.load_state_dict({**given, f"{prefix}{name}": torch.ones(7)})
-        except (RuntimeError, FSDPValueError) as error:
-            said.append(str(error).replace("other._orig_mod.", ""))
-    return report == (missing, unexpected), f"for {prefix}table:" in said[0], said
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "wrap",
-        "checkpoint-wrap",
-        "wrap-compile",
-        "fully_shard",
-        "compiled fully_shard",
-        "the wrapped module",
-        "inside another module",
-    ],
-)
-def test_reports_have_plain_names(ranks: RankPool, kind: str) -> None:
-    """Result of ``strict=False`` and error of ``strict=True``, for parameters and buffers."""
-    for is_plain, names_buffer, (of_buffer, of_parameter) in ranks.run(_reports, 2, kind):
-        assert is_plain
-        assert names_buffer
-        assert "expected a tensor of shape (16,)" in of_parameter
-        assert not re.search("_fsdp_wrapped|_checkpoint_wrapped|_orig_mod", of_buffer)
-        assert not re.search("_fsdp_wrapped|_checkpoint_wrapped|_orig_mod", of_parameter)
-
-
-def _nested_prefix(rank: int, world_size: int) -> list[str]:
-    class Trainer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            inner = FSDP(make_transformer(num_blocks=1), auto_wrap_policy=ModuleWrapPolicy({Block}))
-            self.net = torch.compile(inner, backend="aot_eager")
-
-    trainer = Trainer()
-    trainer.load_state_dict(trainer.state_dict())
-    return list(trainer.state_dict())
-
-
-def test_inside_another_module(ranks: RankPool) -> None:
-    expected = [f"net.{key}" for key in make_transformer(num_blocks=1).state_dict()]
-    for keys in ranks.run(_nested_prefix, 2):
-        assert keys == expected
-
-
-def _loaded_inside_summon(rank: int, world_size: int, rank0_only: bool) -> list[str]:
-    """Names whose values are not those that were loaded."""
-    wrapped = wrap(make_transformer(num_blocks=2))
-    plain = make_transformer(num_blocks=2)
-    wanted = {name: value + 1 for name, value in plain.state_dict().items()}
-    with FSDP.summon_full_params(wrapped, rank0_only=rank0_only):
-        wrapped.load_state_dict(wanted)
-    got = wrapped.state_dict()
-    return [name for name, value in wanted.items() if not torch.equal(got[name], value)]
-
-
-@pytest.mark.parametrize("rank0_only", [False, True])
-def test_loading_whole_parameters(ranks: RankPool, rank0_only: bool) -> None:
-    assert ranks.run(_loaded_inside_summon, 2, rank0_only) == [[], []]
-
-
-@pytest.mark.parametrize("composable", [False, True])
 @on_ranks(2)
-def test_under_inference_mode(rank: int, composable: bool) -> None:
-    plain = make_transformer(num_blocks=1)
-    model = fully_shard(plain, policy=BLOCKS) if composable else wrap(plain)
-    expected = make_transformer(num_blocks=1).state_dict()
-    with torch.inference_mode():
-        model.load_state_dict({key: value + 1 for key, value in expected.items()})
-        state = model.state_dict()
-    for key, value in expected.items():
-        assert not state[key].is_inference()
-        whole = state[key].full_tensor() if isinstance(state[key], DTensor) else state[key]
-        torch.testing.assert_close(whole, value + 1)
-    loss_of(model, batch(rank, 0)).backward()
+def test_every_order_has_plain_names(rank: int) -> None:
+    """Of keys, result of ``strict=False`` and errors, for parameters and buffers."""
+    plain = _plain()
+    others = ("fully_shard", "compiled fully_shard", "the wrapped module", "inside another module")
+    for kind in (*ORDERS, *others):
+        model = _in_kind(kind)
+        is_inside = kind == "inside another module"
+        prefix = "net." if is_inside else ""
+        own = [f"other._orig_mod.{name}" for name in ("weight", "bias")] if is_inside else []
+        given = model.state_dict()
+        assert list(given) == [f"{prefix}{key}" for key in plain.state_dict()] + own, kind
+        if not is_inside:
+            assert sorted(n for n, _ in model.named_parameters()) == sorted(
+                n for n, _ in plain.named_parameters()
+            ), kind
+            assert [n for n, _ in model.named_buffers()] == ["table"], kind
+        missing = [f"{prefix}{name}" for name in ("table", "blocks.0.qkv.weight")] + own[:1]
+        unexpected = [f"{prefix}{name}" for name in ("oops", "blocks.0.nope.weight")]
+        for name in missing:
+            del given[name]
+        given.update({name: torch.ones(2) for name in unexpected})
+        assert model.load_state_dict(given, strict=False) == (missing, unexpected), kind
+        for name, message in (
+            ("table", f"for {prefix}table:"),
+            ("norm.weight", "norm.weight': expected a tensor of shape (16,), got (7,)"),
+        ):
+            wrong = {**given, f"{prefix}{name}": torch.ones(7)}
+            error = error_of(lambda model=model, wrong=wrong: model.load_state_dict(wrong))
+            assert message in error, kind
+            said = error.replace("other._orig_mod.", "")
+            assert not re.search("_fsdp_wrapped|_checkpoint_wrapped|_orig_mod", said), kind
+
+
+class _InFile:
+    """A value that loaders of others pass: it has a shape, and is read when a function needs it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.shape, self._value = value.shape, value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tree_map_only(cls, lambda one: one._value, args)
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_values_that_are_loaded_as_they_are_needed(rank: int) -> None:
+    model = wrap(make_transformer(num_blocks=2))
+    plain = Transformer(num_blocks=2)  # other weights, the same on every rank
+    model.load_state_dict({name: _InFile(value) for name, value in plain.state_dict().items()})
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class _Scaled(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4, dtype=dtype))
+
+
+@on_ranks(2)
+def test_buffers_keep_their_dtype_in_checkpoints(rank: int) -> None:
+    """Each module's are cast as its unit says; norms in their own precision keep theirs."""
+    own = {"mixed_precision": MixedPrecision(buffer_dtype=torch.float16)}
+    model = nn.Sequential(_Scaled(torch.float32), _Scaled(torch.float64), nn.BatchNorm1d(4))
+    first = model[0]
+    wrapped = FSDP(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: own if module is first else False),
+        mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16),
+    )
+    state, live = wrapped.state_dict(), dict(wrapped.named_buffers())
+    names = ["0.scale", "1.scale", "2.running_mean"]
+    assert [live[n].dtype for n in names] == [torch.float16, torch.bfloat16, torch.float32]
+    assert [state[n].dtype for n in names] == [torch.float32, torch.float64, torch.float32]
+
+
+@on_ranks(2)
+def test_loading_whole_parameters(rank: int) -> None:
+    model = wrap(make_transformer(num_blocks=2))
+    for rank0_only in (False, True):
+        wanted = {name: value + 1 for name, value in model.state_dict().items()}
+        with FSDP.summon_full_params(model, rank0_only=rank0_only):
+            model.load_state_dict(wanted)
+        assert_same(dict(model.state_dict()), wanted)
+
+
+@on_ranks(2)
+def test_under_inference_mode(rank: int) -> None:
+    for composable in (False, True):
+        plain = make_transformer(num_blocks=1)
+        expected = {key: value + 1 for key, value in plain.state_dict().items()}
+        model = fully_shard(plain, policy=BLOCKS) if composable else wrap(plain)
+        with torch.inference_mode():
+            model.load_state_dict(expected)
+            state = model.state_dict()
+        assert not any(value.is_inference() for value in state.values())
+        assert_same(unsharded(state), expected)
+        loss_of(model, batch(rank, 0)).backward()
 
 
 @on_ranks(2)
@@ -335,3 +215,105 @@ def test_of_a_module_inside_a_unit(rank: int) -> None:
             torch.testing.assert_close(value, whole[prefix + key])
     with FSDP.summon_full_params(model):
         torch.testing.assert_close(inner.head.state_dict()["weight"], whole["head.weight"])
+
+
+# -- load_state_dict(..., assign=True): values go into the shards, as beside one process ----------
+
+
+def _with_more() -> nn.Module:
+    """With a module in two places, and another one to be ignored."""
+    model = _plain()
+    model.again = model.norm
+    model.beside = nn.Linear(2, 2)
+    return model
+
+
+def _values() -> dict[str, torch.Tensor]:
+    """Other values than those of the model."""
+    generator = torch.Generator().manual_seed(5)
+    values: dict[str, torch.Tensor] = {}
+    by_place: dict[int, torch.Tensor] = {}  # tied ones share a value
+    for name, value in _with_more().state_dict().items():
+        new = torch.rand(value.shape, generator=generator)
+        values[name] = by_place.setdefault(value.data_ptr(), new)
+    return values
+
+
+def _to_assign(kind: str) -> tuple[nn.Module, nn.Module]:
+    """A sharded model, and the module whose ``load_state_dict`` is called."""
+    if kind == "fully_shard from meta":
+        with torch.device("meta"):
+            model = _with_more()
+        model = fully_shard(model, policy=BLOCKS, param_init_fn=_zeros)
+        return model, model
+    model = _with_more()
+    sharded = wrap(model, ignored_modules=[model.beside], ignored_states=[model.scale])
+    if kind == "compiled":
+        return sharded, torch.compile(sharded, backend="aot_eager")
+    return sharded, sharded.module if kind == "the wrapped module" else sharded
+
+
+def _zeros(module: nn.Module) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        nn.init.zeros_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("wrapper", "SHARDED_STATE_DICT"),
+        ("wrapper", "LOCAL_STATE_DICT"),
+        ("the wrapped module", "FULL_STATE_DICT"),
+        ("compiled", "FULL_STATE_DICT"),
+        ("fully_shard from meta", "FULL_STATE_DICT"),
+        ("fully_shard from meta", "SHARDED_STATE_DICT"),
+    ],
+)
+@on_ranks(2)
+def test_assigned_values_are_taken_over(rank: int, kind: str, form: str) -> None:
+    """Into the parameters that an optimizer has; trained with the same batches, losses agree."""
+    model, target = _to_assign(kind)
+    held = {name: p for name, p in model.named_parameters() if not name.startswith("beside.")}
+    given: dict[str, Any] = _values()
+    if form != "FULL_STATE_DICT":
+        source, _ = _to_assign(kind)
+        source.load_state_dict(given)
+        with FSDP.state_dict_type(source, StateDictType[form]):
+            given = source.state_dict()
+    with FSDP.state_dict_type(model, StateDictType[form]):
+        report = target.load_state_dict(given, assign=True)
+    assert (report.missing_keys, report.unexpected_keys) == ([], [])
+    after = dict(model.named_parameters())
+    assert [name for name, tensor in held.items() if after[name] is not tensor] == []
+    assert_same(unsharded(model.state_dict()), _values())
+    plain = _with_more()
+    plain.load_state_dict(_values(), assign=True)
+    # On the same batches on all ranks: means of gradients are those of one process.
+    expected, _ = train(plain, 0, steps=2)
+    assert train(model, 0, steps=2)[0] == pytest.approx(expected, rel=1e-6)
+
+
+@on_ranks(2)
+def test_assigned_values_of_other_dtypes_and_shapes(rank: int) -> None:
+    model = wrap(make_transformer(num_blocks=1))
+    before = dict(model.state_dict())
+    key = "key 'head.weight': expected a"
+    for value, *texts in (
+        (before["head.weight"].bfloat16(), f"{key} value of torch.float32", "got torch.bfloat16"),
+        (before["head.weight"].to("meta"), "on the meta device"),
+        (torch.zeros(3, 3), f"{key} tensor of shape (31, 16), got (3, 3)"),
+    ):
+        wrong = {**before, "head.weight": value}
+        error = error_of(lambda given=wrong: model.load_state_dict(given, assign=True))
+        assert error.startswith("FSDPValueError")
+        assert all(text in error for text in texts), error
+    assert_same(dict(model.state_dict()), before)
+
+
+@on_ranks(2)
+def test_assigned_buffers_keep_their_precision(rank: int) -> None:
+    model = wrap(_with_more(), mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    value = torch.tensor([4.0, 5.0, 6.0])
+    model.load_state_dict({**_values(), "table": value}, assign=True)
+    assert model.module.table.dtype is torch.bfloat16
+    assert torch.equal(model.state_dict()["table"], value)

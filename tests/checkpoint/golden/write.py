@@ -1,4 +1,4 @@
-"""Writes a checkpoint for tests/checkpoint/test_golden.py, with the version that is imported.
+"""Writes a checkpoint for ../test_golden_checkpoints.py, with the version that is imported.
 
     git worktree add ../released v0.1.0
     PYTHONPATH=../released python -m torch.distributed.run --nproc-per-node 2 \\
