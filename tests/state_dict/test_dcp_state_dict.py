@@ -33,8 +33,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo import (
     FSDP,
+    FSDPValueError,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    OptimStateKeyType,
     StateDictType,
     checkpoint,
 )
@@ -339,3 +341,5 @@ def test_older_names(rank: int) -> None:
         fresh[0].load_state_dict(values)
         fresh[1].load_state_dict(load(*fresh))
         assert_same(whole_run(*fresh), expected)
+    with pytest.raises(FSDPValueError, match="a parameter of the model"):
+        FSDP.rekey_optim_state_dict(everywhere, OptimStateKeyType.PARAM_ID, nn.Linear(1, 1))

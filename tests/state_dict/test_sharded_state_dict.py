@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from pathlib import Path
@@ -273,7 +274,7 @@ def test_local_ones_are_refused_by_dcp(rank: int, tmp_path: Path) -> None:
         expected = _copies((local, states))
         torch.save((local, states), f"{alone}.pt")
         _step(model, optimizer, rank)
-        local, states = torch.load(f"{alone}.pt", weights_only=True)
+        local, states = copy.deepcopy(torch.load(f"{alone}.pt", weights_only=True))
         model.load_state_dict(local)
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
         own = (model.state_dict(), FSDP.optim_state_dict(model, optimizer))
