@@ -9,12 +9,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from loops import different, whole_gradients
-from models import DOORS
-from pool import RankPool, on_ranks
+from models import average_gradients
+from pool import on_ranks
 from torch import nn
 
 from fsdp_dynamo import FSDP, FSDPStateError, fully_shard
@@ -35,9 +36,7 @@ class Block(nn.Module):
         self.flag = False
         self.scale = 1.0
         self.num_calls = 0
-        self.stats = {"n": 0}
         self.seen: list[torch.Tensor] = []
-        self.state = SimpleNamespace(history=deque([0], maxlen=2))
         self.aux: Any = None
 
     def forward(self, x: torch.Tensor, *others: Any) -> Any:
@@ -73,23 +72,11 @@ class _ReturnsAnotherShape(Block):
         return y.sum(0, keepdim=True) if self.flag else y
 
 
-class _CountsInADict(Block):
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        self.stats["n"] += 1
-        return self.inner(x) / self.stats["n"]
-
-
 class _Collects(Block):
     def forward(self, x: torch.Tensor, *others: Any) -> Any:
         y = self.inner(x)
         self.seen.append(y)
         return y * len(self.seen)
-
-
-class _ChangesAnObject(Block):
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        self.state.history.append(self.state.history[-1] + 1)
-        return self.inner(x) * self.state.history[-1]
 
 
 class _Stores(Block):
@@ -148,7 +135,7 @@ class Model(nn.Module):
     def __init__(self, block: type[Block] = Block) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.embedding = nn.Embedding(5, DIM)
         self.temperature = 1.0
 
@@ -220,14 +207,6 @@ class _Embeds(Model):
         return x.square().sum()
 
 
-class _ReadsANumber(Model):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        number = x.sum().item()
-        for block in self.blocks:
-            x = block(x)
-        return (x * number).square().sum()
-
-
 class _Selects(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = (x[:, 0] > 0.3).nonzero().squeeze(1)
@@ -239,17 +218,14 @@ class _Selects(Model):
 # -- as without it ---------------------------------------------------------------------------------
 
 
-def _wrong(rank: int, world_size: int, plain: Model, options: dict[str, Any]) -> list[Any]:
-    """Steps in which gradients differ from the plain model's, while flags and numbers change."""
-    torch._dynamo.reset()
-    plain = copy.deepcopy(plain)  # tensors are sent in memory that both ranks would write
+def _require_right(rank: int, plain: Model, **options: Any) -> None:
+    """Gradients are the plain model's in each step, while flags and numbers change."""
     model = copy.deepcopy(plain)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     run = torch.compile(model, **options)
-    wrong = []
-    for step in range(4):
+    for step in range(3):
         for one in (plain, model):
             one.zero_grad()
             one.train(step % 2 == 0)
@@ -258,15 +234,13 @@ def _wrong(rank: int, world_size: int, plain: Model, options: dict[str, Any]) ->
                 block.flag = i == 1 and step >= 1
                 block.scale = 1.0 + i + max(step - 1, 0)
         rows = 3 + step if options.get("dynamic") else 3
-        x = torch.rand(rows, DIM, generator=torch.Generator().manual_seed(step))
-        random.seed(step)
-        plain(x).backward()
-        random.seed(step)
-        run(x).backward()
+        x = torch.rand(rows, DIM, generator=torch.Generator().manual_seed(2 * step + rank))
+        for each in (plain, run):
+            random.seed(step)
+            each(x).backward()
+        average_gradients(plain)
         expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-        if different(whole_gradients(model), expected):
-            wrong.append(step)
-    return wrong
+        assert different(whole_gradients(model), expected) == [], step
 
 
 KINDS = [
@@ -275,9 +249,7 @@ KINDS = [
     _ReturnsNone,
     _ReturnsAnotherDtype,
     _ReturnsAnotherShape,
-    _CountsInADict,
     _Collects,
-    _ChangesAnObject,
     _Stores,
     _Counts,
     _StoresInABuffer,
@@ -286,40 +258,38 @@ KINDS = [
 
 
 @pytest.mark.parametrize("block", KINDS)
-def test_what_a_unit_returns_and_changes(ranks: RankPool, block: type[Block]) -> None:
-    assert ranks.run(_wrong, 2, Model(block), {"backend": "aot_eager"}) == [[], []]
+@on_ranks(2)
+def test_what_a_unit_returns_and_changes(rank: int, block: type[Block]) -> None:
+    _require_right(rank, Model(block), backend="aot_eager")
 
 
-def test_lists_and_dicts_that_units_fill(ranks: RankPool) -> None:
-    assert ranks.run(_wrong, 2, _WithLists(_Fills), {"backend": "aot_eager"}) == [[], []]
+@on_ranks(2)
+def test_lists_and_dicts_that_units_fill(rank: int) -> None:
+    _require_right(rank, _WithLists(_Fills), backend="aot_eager")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
-    ("model", "dynamic"),
-    [(_WithTemperature, None), (_WithTemperature, True), (_Embeds, True)],
+    ("model", "dynamic", "backend"),
+    [
+        (_WithTemperature, True, "aot_eager"),
+        (_WithTemperature, None, "inductor"),
+        (_Embeds, True, "inductor"),
+        (_WithPower, None, "aot_eager"),  # Inductor fails on it, with and without units
+    ],
 )
+@on_ranks(2)
 def test_numbers_that_change_in_the_root(
-    ranks: RankPool, model: type[Model], dynamic: bool | None, backend: str
+    rank: int, model: type[Model], dynamic: bool | None, backend: str
 ) -> None:
-    options = {"backend": backend, "dynamic": dynamic}
-    assert ranks.run(_wrong, 2, model(), options) == [[], []]
+    _require_right(rank, model(), backend=backend, dynamic=dynamic)
 
 
-def test_a_number_for_one_value_of_which_code_is_made(ranks: RankPool) -> None:
-    """Inductor fails on it, with and without units."""
-    assert ranks.run(_wrong, 2, _WithPower(), {"backend": "aot_eager"}) == [[], []]
-
-
-def _wrong_with_captures(rank: int, world_size: int, plain: Model) -> list[Any]:
+@pytest.mark.parametrize("model", [_Selects, _WritesWhatItHasRead])
+@on_ranks(2)
+def test_numbers_and_sizes_that_depend_on_data(rank: int, model: type[Model]) -> None:
     captures = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
     with torch._dynamo.config.patch(captures):
-        return _wrong(rank, world_size, plain, {"backend": "aot_eager"})
-
-
-@pytest.mark.parametrize("model", [_ReadsANumber, _Selects, _WritesWhatItHasRead])
-def test_numbers_and_sizes_that_depend_on_data(ranks: RankPool, model: type[Model]) -> None:
-    assert ranks.run(_wrong_with_captures, 2, model()) == [[], []]
+        _require_right(rank, model(), backend="aot_eager")
 
 
 # -- what no guard sees ----------------------------------------------------------------------------
@@ -340,51 +310,53 @@ class _ReturnsANumberBySwitch(Block):
         return (y, 2.0) if _switch["is_on"] else y
 
 
-def _switched(rank: int, world_size: int, block: type[Block], door: str) -> tuple[str, bool]:
-    """The error of the first forward after a change, and whether the next one is right."""
+@pytest.mark.parametrize(
+    ("door", "block"), [("wrapper", _ReturnsBySwitch), ("fully_shard", _ReturnsANumberBySwitch)]
+)
+@on_ranks(2)
+def test_an_output_that_is_not_as_assumed(rank: int, door: str, block: type[Block]) -> None:
+    """The first forward after a change is refused, and the next one is right."""
     plain = Model(block)
-    policy = ModuleWrapPolicy({block})
+    model, policy = copy.deepcopy(plain), ModuleWrapPolicy({block})
     if door == "wrapper":
-        model: nn.Module = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy)
+        model = FSDP(model, auto_wrap_policy=policy)
     else:
-        model = fully_shard(copy.deepcopy(plain), policy=policy)
+        fully_shard(model, policy=policy)
     run = torch.compile(model, backend="aot_eager")
     x = torch.ones(3, DIM)
     run(x).backward()
     model.zero_grad()
-    _switch["is_on"] = True
-    try:
-        with pytest.raises(FSDPStateError) as found:
+    with mock.patch.dict(_switch, is_on=True):
+        expected = "^unit 'blocks.0': expected an output of the structure"
+        with pytest.raises(FSDPStateError, match=expected):
             run(x)
         run(x).backward()
         plain(x).backward()
-    finally:
-        _switch["is_on"] = False
-    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    return str(found.value), not different(whole_gradients(model), expected)
-
-
-@pytest.mark.parametrize("block", [_ReturnsBySwitch, _ReturnsANumberBySwitch])
-@pytest.mark.parametrize("door", DOORS)
-def test_an_output_that_is_not_as_assumed(ranks: RankPool, door: str, block: type[Block]) -> None:
-    for message, is_right in ranks.run(_switched, 2, block, door):
-        assert message.startswith("unit 'blocks.0': expected an output of the structure")
-        assert is_right
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert different(whole_gradients(model), grads) == []
 
 
 # -- changes outside of a unit ---------------------------------------------------------------------
 
 _table = {"n": 0}
 _outputs: list[torch.Tensor] = []
-_num_calls = 0
+_deep = SimpleNamespace(inner=SimpleNamespace(table={"n": [0]}))
+_numbers = itertools.count(1)
+_newest = 0
 
 
 class _Tracker:
-    num_calls = 0
+    num_calls = num_adds = 0
 
     @classmethod
-    def add(cls) -> None:
+    def count(cls) -> None:
         cls.num_calls += 1
+
+    def add(self) -> None:
+        type(self).num_adds += 1
+
+
+_tracker = _Tracker()
 
 
 def _counter() -> Callable[[int], int]:
@@ -401,20 +373,19 @@ def _counter() -> Callable[[int], int]:
 _count = _counter()
 
 
-class _Meter:
-    total = 0
-
-    def add(self) -> None:
-        type(self).total += 1
-
-
-def _on_a_function(x: torch.Tensor) -> None:
-    _on_a_function.num_calls += 1  # type: ignore[attr-defined]
+def _through_calls(times: int) -> None:
+    if times:
+        _through_others(times - 1)
+    else:
+        _deep.inner.table["n"][0] += 1
 
 
-_on_a_function.num_calls = 0  # type: ignore[attr-defined]
-_numbers = itertools.count(1)
-_newest = 0
+def _through_others(times: int) -> None:
+    _through_calls(times)
+
+
+def _in_a_list(x: torch.Tensor) -> None:
+    _outputs.append(x.detach())
 
 
 def _by_an_iterator(x: torch.Tensor) -> None:
@@ -422,96 +393,57 @@ def _by_an_iterator(x: torch.Tensor) -> None:
     _newest = next(_numbers)
 
 
-_deep = SimpleNamespace(inner=SimpleNamespace(table={"n": [0]}))
-
-
-def _through_calls(x: torch.Tensor, times: int = 8) -> None:
-    _through_others(x, times)
-
-
-def _through_others(x: torch.Tensor, times: int) -> None:
-    if times:
-        _through_calls(x, times - 1)
-    else:
-        _deep.inner.table["n"][0] += 1
-
-
-def _in_a_table(x: torch.Tensor) -> None:
-    _table["n"] += 1
-
-
-def _in_a_list(x: torch.Tensor) -> None:
-    _outputs.append(x.detach())
-
-
-def _in_a_global(x: torch.Tensor) -> None:
-    global _num_calls
-    _num_calls += 1
-
-
-def _on_a_class(x: torch.Tensor) -> None:
-    _Tracker.add()
-
-
-def _in_a_closure(x: torch.Tensor) -> None:
-    _count(1)
-
-
-def _num_changes() -> int:
-    others = _on_a_function.num_calls + _newest + _deep.inner.table["n"][0]
-    return (
-        others
-        + _table["n"]
-        + len(_outputs)
-        + _num_calls
-        + _Tracker.num_calls
-        + _Meter.total
-        + _count(0)
-    )
-
-
 class _ChangesOutside(Block):
-    change: Callable[[torch.Tensor], None]
+    def __init__(self, change: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.change = change
 
     def forward(self, x: torch.Tensor, *others: Any) -> Any:
         self.change(x)
         return self.inner(x)
 
 
-_meter = _Meter()
+CHANGES: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[], int]]] = {
+    "a dict": (lambda x: _table.update(n=_table["n"] + 1), lambda: _table["n"]),
+    "a list": (_in_a_list, lambda: len(_outputs)),
+    "a class": (lambda x: _Tracker.count(), lambda: _Tracker.num_calls),
+    "the class of an object": (lambda x: _tracker.add(), lambda: _Tracker.num_adds),
+    "a closure": (lambda x: _count(1), lambda: _count(0)),
+    "through calls": (lambda x: _through_calls(8), lambda: _deep.inner.table["n"][0]),
+    "a function": (
+        lambda x: setattr(_in_a_list, "num_calls", vars(_in_a_list).get("num_calls", 0) + 1),
+        lambda: vars(_in_a_list).get("num_calls", 0),
+    ),
+}
+"""What changes, and how often it has changed."""
 
 
-def _by_an_object(x: torch.Tensor) -> None:
-    _meter.add()
+@pytest.mark.parametrize("where", CHANGES)
+def test_changes_outside_of_a_unit_are_put_back(where: str) -> None:
+    change, count = CHANGES[where]
+    block, before = _ChangesOutside(change), count()
+    states = ObjectStates([block])
+    assert states.opaque is None
+    block(torch.ones(3, DIM))
+    assert count() == before + 1
+    assert states.put_back()
+    assert count() == before
 
 
-CHANGES = [
-    _on_a_function,
-    _by_an_iterator,
-    _through_calls,
-    _by_an_object,
-    _in_a_table,
-    _in_a_list,
-    _in_a_global,
-    _on_a_class,
-    _in_a_closure,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
-def test_changes_outside_of_a_unit(rank: int, change: Callable[[torch.Tensor], None]) -> None:
-    model = Model(_ChangesOutside)
+def test_changes_outside_of_a_unit(rank: int) -> None:
+    """They happen once a call, as those of an iterator do, which nothing can put back."""
+    model = Model()
+    model.blocks = nn.ModuleList(map(_ChangesOutside, [_in_a_list, _by_an_iterator] * 2))
     for block in model.blocks:
-        block.change = change
         fully_shard(block)
     fully_shard(model)
     run = torch.compile(model, backend="aot_eager")
-    before = _num_changes()
-    for _ in range(3):
+    before = len(_outputs), _newest
+    for _ in range(2):
         run(torch.ones(3, DIM)).backward()
-    assert _num_changes() - before == 3 * len(model.blocks)
-    assert {type(output) for output in _outputs} <= {torch.Tensor}
+    assert (len(_outputs) - before[0], _newest - before[1]) == (4, 4)
+    assert {type(output) for output in _outputs} == {torch.Tensor}
 
 
 # -- the state of objects --------------------------------------------------------------------------
