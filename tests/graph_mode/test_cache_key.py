@@ -29,8 +29,26 @@ def _keys() -> dict[str, str]:
     return {name: key() for name, key in KEYS.items()}
 
 
-def _check_every_file(folder: Path, changing: set[str]) -> None:
-    """An edit of any file changes exactly these keys."""
+@pytest.mark.parametrize(
+    ("package", "module", "keys"),
+    [
+        (graph_passes, pipeline, set(KEYS)),
+        (compile_cache, compile_cache, {"passes", "partition"}),
+    ],
+)
+def test_every_file(
+    package: ModuleType,
+    module: ModuleType,
+    keys: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An edit of any file of the passes, or beside the backend, changes exactly these keys."""
+    folder = tmp_path / "package"
+    shutil.copytree(Path(str(package.__file__)).parent, folder)
+    monkeypatch.setattr(module, "__file__", str(folder / Path(str(module.__file__)).name))
+    if package is graph_passes:
+        monkeypatch.setattr(graph_passes, "__path__", [str(folder)])
     before = _keys()
     assert _keys() == before
     paths = sorted(folder.rglob("*.py"))
@@ -39,35 +57,7 @@ def _check_every_file(folder: Path, changing: set[str]) -> None:
         text = path.read_text()
         path.write_text(text + "\n# edited\n")
         after = _keys()
-        assert {name for name in KEYS if after[name] != before[name]} == changing, path
+        assert {name for name in KEYS if after[name] != before[name]} == keys, path
         path.write_text(text)
     paths[-1].rename(paths[-1].with_name("renamed.py"))
-    assert _keys()[min(changing)] != before[min(changing)]
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Callable[[ModuleType], Path]:
-    def copied(module: ModuleType) -> Path:
-        assert module.__file__
-        target = tmp_path / "package"
-        shutil.copytree(Path(module.__file__).parent, target)
-        return target
-
-    return copied
-
-
-def test_every_file_of_the_passes(
-    copy: Callable[[ModuleType], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = copy(graph_passes)
-    monkeypatch.setattr(pipeline, "__file__", str(folder / "pipeline.py"))
-    monkeypatch.setattr(graph_passes, "__path__", [str(folder)])
-    _check_every_file(folder, set(KEYS))
-
-
-def test_every_file_beside_the_backend(
-    copy: Callable[[ModuleType], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = copy(compile_cache)
-    monkeypatch.setattr(compile_cache, "__file__", str(folder / "compile_cache.py"))
-    _check_every_file(folder, {"passes", "partition"})
+    assert _keys()[min(keys)] != before[min(keys)]

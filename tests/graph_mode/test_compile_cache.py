@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from compile_caches import losses_of, make_compiled_products, make_products, using_cache
-from pool import RankPool
+from compile_caches import WIDTH, losses_of, make_compiled_products, make_products, using_cache
+from pool import on_ranks
 from torch import fx
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_dynamo.graph_mode import backends, compile_cache, stretch_compiler
 from graph_passes.graph_utils import op_name
-
-
-class Outcome(NamedTuple):
-    """Of a case, on one rank."""
-
-    losses: list[float]
-    hits: int
-    num_compiled: int
-    warnings: list[str]
-
-
-def _run(rank: int, folder: Path) -> Outcome:
-    with using_cache(folder) as listener:
-        losses = losses_of(make_compiled_products(), rank)
-        hits = counters["aot_autograd"]["autograd_cache_hit"]
-        num_compiled = counters["aot_autograd"]["autograd_cache_miss"]
-    return Outcome(losses, hits, num_compiled, listener.texts)
-
 
 # -- faults ------------------------------------------------------------------------------------
 
@@ -99,109 +82,78 @@ def _older_passes() -> Iterator[None]:
         lower(graph)
 
     lower = stretch_compiler.lower_boundaries
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (stretch_compiler, stretch_compiler):
-            patch.setattr(module, "source_key", lambda: "older")
-        patch.setattr(stretch_compiler, "lower_boundaries", lower_wrongly)
+    with (
+        mock.patch.object(stretch_compiler, "source_key", return_value="older"),
+        mock.patch.object(stretch_compiler, "lower_boundaries", lower_wrongly),
+    ):
         yield
 
 
 # -- cases -------------------------------------------------------------------------------------
 
 
-def _cases(rank: int, world_size: int, root: str) -> dict[str, Any]:
-    mine = Path(root) / f"rank{rank}"
+@on_ranks(2)
+def test_any_mixture_of_caches(rank: int, tmp_path: Path) -> None:
+    """On rank 0 of some cases there is a fault; rank 1 has what it had."""
+    mine = tmp_path / f"rank{rank}"
     mine.mkdir()
-    used, fresh = mine / "used", mine / "fresh"
-    found: dict[str, Any] = {"reference": losses_of(DistributedDataParallel(make_products()), rank)}
+    used = mine / "used"
+    reference = losses_of(DistributedDataParallel(make_products()), rank)
+    expected: list[float] = []
 
-    def case(name: str, run: Callable[[], Outcome]) -> None:
+    def run(
+        folder: Path,
+        hits: tuple[int, int] | None,
+        fault: AbstractContextManager[None] | None = None,
+        reason: str = "",
+    ) -> int:
+        """Train, and compare losses, hits on either rank, and a reason why no cache is used.
+
+        Returns:
+            How many graphs were compiled.
+        """
+        is_faulty = fault is not None and rank == 0
         dist.barrier()
-        found[name] = run()
+        with fault if fault and is_faulty else nullcontext(), using_cache(folder) as listener:
+            losses = losses_of(make_compiled_products(), rank)
+            found = counters["aot_autograd"]["autograd_cache_hit"]
+            num_compiled = int(counters["aot_autograd"]["autograd_cache_miss"])
+        expected[:] = expected or losses
+        assert losses == expected
+        assert hits is None or found == hits[rank]
+        assert len(listener.texts) == (is_faulty and reason != ""), listener.texts
+        for text in listener.texts:
+            assert re.search(reason, text)
+            assert "temporary folder" in text
+        return num_compiled
 
-    case("cold", lambda: _run(rank, used))
-    case("warm", lambda: _run(rank, used))
-    case("one cold", lambda: _run(rank, used if rank else fresh))
-    case("swapped", lambda: _run(rank, Path(root) / f"rank{1 - rank}" / "used"))
-    case("shared", lambda: _run(rank, Path(root) / "shared"))
+    assert run(used, (0, 0)) == 1
+    torch.testing.assert_close(expected, reference)
+    run(used, (1, 1))
+    run(used if rank else mine / "fresh", (0, 1))
+    run(tmp_path / f"rank{1 - rank}" / "used", (1, 1))
+    num_compiled = torch.tensor(run(tmp_path / "shared", None))
+    dist.all_reduce(num_compiled)
+    assert num_compiled == 1  # once for all ranks, forward and backward in one
 
-    def faulty(name: str, folder: Path, fault: AbstractContextManager[None]) -> None:
-        """On rank 0; the other has what it had."""
+    def faulty(name: str, hits: tuple[int, int], fault: Callable[[Path], Any], reason: str) -> None:
+        folder = mine / name
+        if name == "full":
+            folder.mkdir()
+        else:
+            shutil.copytree(used, folder)
+        run(used if rank else folder, hits, fault(folder), reason)
 
-        def run() -> Outcome:
-            if rank:
-                return _run(rank, used)
-            with fault:
-                return _run(rank, folder)
+    faulty("entries", (0, 1), lambda folder: _truncated(folder / "aotautograd", "*"), "")
+    # Torch 2.11 says the latter.
+    code = "no attribute 'call'|Failed to import"
+    faulty("code", (0, 1), lambda folder: _truncated(folder, "*.py"), code)
+    faulty("read-only", (1, 1), lambda folder: _cannot_be_written(folder, errno.EROFS), "Read-only")
+    faulty("full", (0, 1), lambda folder: _cannot_be_written(folder, errno.ENOSPC), "No space")
 
-        case(name, run)
-
-    entries, code, read_only, full = (mine / name for name in ("entries", "code", "ro", "full"))
-    for folder in (entries, code, read_only):
-        shutil.copytree(used, folder)
-    full.mkdir()
-    faulty("damaged entries", entries, _truncated(entries / "aotautograd", "*"))
-    faulty("damaged code", code, _truncated(code, "*.py"))
-    faulty("read-only", read_only, _cannot_be_written(read_only, errno.EROFS))
-    faulty("full", full, _cannot_be_written(full, errno.ENOSPC))
-    with _older_passes():
-        case("older passes", lambda: _run(rank, mine / "old"))
-    case("after older passes", lambda: _run(rank, mine / "old"))
-    return found
-
-
-@pytest.fixture(scope="module")
-def outcomes(
-    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Outcome | Any]]:
-    """Of every case, on both ranks."""
-    return ranks.run(_cases, 2, str(tmp_path_factory.mktemp("caches")))
-
-
-HITS = {
-    "cold": (0, 0),
-    "warm": (1, 1),
-    "one cold": (0, 1),
-    "swapped": (1, 1),
-    "damaged entries": (0, 1),
-    "damaged code": (0, 1),
-    "read-only": (1, 1),
-    "full": (0, 1),
-    "after older passes": (0, 0),
-}
-REASONS = {
-    "damaged code": "no attribute 'call'|Failed to import",  # torch 2.11 says the latter
-    "read-only": "Read-only",
-    "full": "No space",
-}
-
-
-@pytest.mark.parametrize("case", [*HITS, "shared"])
-def test_any_mixture_of_caches(outcomes: list[dict[str, Any]], case: str) -> None:
-    for rank, found in enumerate(outcomes):
-        torch.testing.assert_close(found["cold"].losses, found["reference"])
-        outcome: Outcome = found[case]
-        assert outcome.losses == found["cold"].losses
-        if case in HITS:
-            assert outcome.hits == HITS[case][rank]
-        reason = REASONS.get(case) if rank == 0 else None
-        assert len(outcome.warnings) == (reason is not None), outcome.warnings
-        if reason is not None:
-            assert re.search(reason, outcome.warnings[0])
-            assert "temporary folder" in outcome.warnings[0]
-
-
-def test_a_graph_is_compiled_once_for_all_ranks(outcomes: list[dict[str, Any]]) -> None:
-    """Its forward and backward in one."""
-    apart, shared = (
-        sum(found[case].num_compiled for found in outcomes) for case in ("cold", "shared")
-    )
-    assert (apart, shared) == (2, 1)
-
-
-def test_older_passes_computed_something_else(outcomes: list[dict[str, Any]]) -> None:
-    for found in outcomes:
-        assert found["older passes"].losses != found["cold"].losses
+    with _older_passes(), using_cache(mine / "old"):
+        assert losses_of(make_compiled_products(), rank) != expected  # they compute something else
+    run(mine / "old", (0, 0))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -291,31 +243,41 @@ def test_an_error_that_is_not_the_folders_stays(
 # -- lines about what takes long -----------------------------------------------------------------
 
 
-class _Stderr(io.StringIO):
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_line = threading.Event()
-
-    def flush(self) -> None:
-        self.has_line.set()
-
-
-def _told(seconds: float, body: Callable[[_Stderr], object]) -> str:
-    stderr = _Stderr()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "_AFTER_S", seconds)
-        patch.setattr(sys, "stderr", stderr)
-        with backends.told("compiling the backward"):
-            body(stderr)
-    return stderr.getvalue()
+def test_what_takes_long_is_told_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with backends.told("compiling the backward"):  # takes no time
+        pass
+    monkeypatch.setattr(backends, "_AFTER_S", 0.001)
+    with backends.told("compiling the backward"):
+        while not (text := capsys.readouterr().err):
+            time.sleep(0.01)
+    assert text == "fsdp_dynamo: compiling the backward ...\n"
+    assert capsys.readouterr().err.startswith("fsdp_dynamo: compiling the backward: ")
 
 
-def test_what_takes_long_is_told_meanwhile() -> None:
-    text = _told(0.001, lambda stderr: stderr.has_line.wait(60))
-    first, last = text.splitlines()
-    assert first == "fsdp_dynamo: compiling the backward ..."
-    assert last.startswith("fsdp_dynamo: compiling the backward: ")
+# -- stances ---------------------------------------------------------------------------------------
 
 
-def test_what_takes_no_time_is_not_told() -> None:
-    assert not _told(3600, lambda stderr: None)
+STANCES = (
+    "default",
+    "force_eager",
+    "eager_on_recompile",
+    "eager_then_compile",
+    "aot_eager_then_compile",
+    "fail_on_recompile",
+)
+
+
+@on_ranks(2)
+def test_losses_in_a_stance_are_those_of_ddp(rank: int, tmp_path: Path) -> None:
+    """``torch.compiler.set_stance`` around graph mode."""
+    expected = losses_of(DistributedDataParallel(make_products()), rank)
+    with using_cache(tmp_path):
+        for stance in STANCES:
+            torch._dynamo.reset()
+            model = make_compiled_products()
+            if stance == "fail_on_recompile":
+                model(torch.rand(4, WIDTH)).square().mean().backward()
+            with torch.compiler.set_stance(stance):
+                assert losses_of(model, rank) == pytest.approx(expected, rel=1e-5), stance

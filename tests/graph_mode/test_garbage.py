@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import torch
-from models import batch, loss_of, make_transformer, wrap
-from pool import RankPool
 
 from fsdp_dynamo.dynamo.private_api import collected_seldom
-
-Thresholds = tuple[int, int, int]
 
 
 @pytest.fixture(autouse=True)
@@ -51,24 +45,3 @@ def test_what_the_user_has_set_stays() -> None:
     gc.set_threshold(0)  # off
     with collected_seldom():
         assert gc.get_threshold()[0] == 0
-
-
-def _while_compiled(rank: int, world_size: int) -> list[Thresholds]:
-    seen: list[Thresholds] = []
-
-    def look(graph: Any) -> None:
-        seen.append(gc.get_threshold())
-
-    torch._dynamo.reset()
-    options = {"passes": [look]}
-    model = wrap(make_transformer(num_blocks=2, dim=32))
-    compiled = torch.compile(
-        model, fullgraph=True, backend="fsdp_dynamo_aot_eager", options=options
-    )
-    loss_of(compiled, batch(rank, 0)).backward()
-    return [*seen, gc.get_threshold()]
-
-
-def test_graphs_are_compiled_with_higher_ones(ranks: RankPool) -> None:
-    for forward, _, after in ranks.run(_while_compiled, 2):
-        assert forward[0] > after[0]  # this backend's backward is compiled when it first runs

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from expecttest import assert_expected_inline
-from graphs import two_units
 from pool import RankPool
 from torch import nn
 
@@ -15,28 +14,6 @@ from fsdp_dynamo import FSDP
 from fsdp_dynamo.dynamo.artifacts import record_artifacts
 from fsdp_dynamo.observe.inspection.listings import listings_of
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.text.listing import listing
-
-
-def test_a_line_a_node_and_whose_it_is() -> None:
-    assert_expected_inline(
-        listing(two_units()),
-        """\
-def forward(
-    x,
-    first,
-    second,
-):
-    all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor.default(first, 2, 'g')  # all_gather layers.0
-    wait_tensor_default = _c10d_functional.wait_tensor.default(all_gather_into_tensor_default)  # all_gather wait layers.0
-    mm_default = aten.mm.default(x, wait_tensor_default)  # layers.0
-    mm_default_1 = aten.mm.default(mm_default, mm_default)  # (root)
-    all_gather_into_tensor_default_1 = _c10d_functional.all_gather_into_tensor.default(second, 2, 'g')  # all_gather layers.1
-    wait_tensor_default_1 = _c10d_functional.wait_tensor.default(all_gather_into_tensor_default_1)  # all_gather wait layers.1
-    mm_default_2 = aten.mm.default(mm_default_1, wait_tensor_default_1)  # layers.1
-    return (mm_default_2,)
-""",
-    )
 
 
 def _stages(rank: int, world_size: int) -> dict[str, str]:
@@ -72,46 +49,6 @@ def forward(
 """,
     )
     assert_expected_inline(
-        texts["_whole.backward.partition.py"],
-        """\
-def backward(
-    primals_1: "f32[32]",
-    primals_2: "f32[2, 8]",
-    primals_3: "f32[16]",
-    relu: "f32[2, 8]",
-    tangents_1: "f32[2, 4]",
-):
-    t_2: "f32[4, 2]" = aten.t.default(tangents_1)  # 2
-    mm_2: "f32[4, 8]" = aten.mm.default(t_2, relu)  # 2
-    t_3: "f32[8, 4]" = aten.t.default(mm_2)  # 2
-    all_gather_into_tensor_1: "f32[32]" = fsdp_dynamo_collectives.all_gather_into_tensor.default(primals_3, 2, '0', [1, 16, 0, 16])  # all_gather 2
-    wait_tensor_1: "f32[32]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)  # all_gather wait 2
-    split_with_sizes_1 = aten.split_with_sizes.default(wait_tensor_1, [32])  # 2
-    getitem_1: "f32[32]" = split_with_sizes_1[0]  # 2
-    view_1: "f32[4, 8]" = aten.view.default(getitem_1, [4, 8])  # 2
-    t_1: "f32[8, 4]" = aten.t.default(view_1)  # 2
-    t_4: "f32[4, 8]" = aten.t.default(t_1)  # 2
-    mm_3: "f32[2, 8]" = aten.mm.default(tangents_1, t_4)  # 2
-    t_5: "f32[4, 8]" = aten.t.default(t_3)  # 2
-    view_2: "f32[32]" = aten.view.default(t_5, [32])  # 2
-    cat: "f32[32]" = aten.cat.default([view_2])  # 2
-    reduce_scatter_tensor: "f32[16]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(cat, 'avg', 2, '0', [1, 16, 0, 16])  # reduce_scatter 2
-    wait_tensor_2: "f32[16]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)  # reduce_scatter wait 2
-    detach: "f32[2, 8]" = aten.detach.default(relu)  # (root)
-    detach_1: "f32[2, 8]" = aten.detach.default(detach)  # (root)
-    threshold_backward: "f32[2, 8]" = aten.threshold_backward.default(mm_3, detach_1, 0)  # (root)
-    t_6: "f32[8, 2]" = aten.t.default(threshold_backward)  # 0
-    mm_4: "f32[8, 8]" = aten.mm.default(t_6, primals_2)  # 0
-    t_7: "f32[8, 8]" = aten.t.default(mm_4)  # 0
-    t_8: "f32[8, 8]" = aten.t.default(t_7)  # 0
-    view_3: "f32[64]" = aten.view.default(t_8, [64])  # 0
-    cat_1: "f32[64]" = aten.cat.default([view_3])  # 0
-    reduce_scatter_tensor_1: "f32[32]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(cat_1, 'avg', 2, '0', [1, 32, 0, 32])  # reduce_scatter 0
-    wait_tensor_3: "f32[32]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_1)  # reduce_scatter wait 0
-    return (wait_tensor_3, None, wait_tensor_2)
-""",
-    )
-    assert_expected_inline(
         texts["_whole.backward.after_planner.py"],
         """\
 def backward(
@@ -137,21 +74,5 @@ def backward(
     wait_tensor_2: "f32[16]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)  # reduce_scatter wait 2
     wait_tensor_3: "f32[32]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_1)  # reduce_scatter wait 0
     return (wait_tensor_3, None, wait_tensor_2)
-""",
-    )
-    assert_expected_inline(
-        texts["2.backward.after_planner.py"],
-        """\
-all_gather_into_tensor_1: "f32[32]" = fsdp_dynamo_collectives.all_gather_into_tensor.default(primals_3, 2, '0', [1, 16, 0, 16])  # all_gather 2
-t_2: "f32[4, 2]" = aten.t.default(tangents_1)  # 2
-new_flat_default: "f32[32]" = fsdp_dynamo_grad.new_flat.default(t_2, 32, [], torch.float32)  # 2
-mm_into_default: "f32[32]" = fsdp_dynamo_grad.mm_into.default(new_flat_default, 0, [8, 1], t_2, relu, False)  # 2
-wait_tensor_1: "f32[32]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)  # all_gather wait 2
-as_strided_default: "f32[4, 8]" = aten.as_strided.default(wait_tensor_1, [4, 8], [8, 1], 0)  # 2
-mm_3: "f32[2, 8]" = aten.mm.default(tangents_1, as_strided_default)  # 2
-# ... 4 lines of (root), 0
-reduce_scatter_tensor: "f32[16]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(mm_into_default, 'avg', 2, '0', [1, 16, 0, 16])  # reduce_scatter 2
-reduce_scatter_tensor_1: "f32[32]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(mm_into_default_1, 'avg', 2, '0', [1, 32, 0, 32])  # reduce_scatter 0
-wait_tensor_2: "f32[16]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)  # reduce_scatter wait 2
 """,
     )

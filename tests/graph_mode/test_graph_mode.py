@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from models import Block, batch, loss_of, make_transformer, nothing_cached, train, wrap
+from loops import fit, make_classifier, shard
+from models import nothing_cached
 from modes import in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 
 from fsdp_dynamo import FSDP, ShardingStrategy
 from fsdp_dynamo.core.dtensors import local_of
-from fsdp_dynamo.graph_mode import backends
 from fsdp_dynamo.graph_mode.compile_cache import marks_key
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_utils import collectives, is_backward
 from graph_passes.markers import UNIT, mark_of
 from graph_passes.pipeline import Pipeline
 
-BACKENDS = ["fsdp_dynamo_aot_eager", "fsdp_dynamo"]
 
-
-def _inspect(rank: int, world_size: int, backend: str, strategy: ShardingStrategy) -> Any:
-    """Marks of the final graphs, numels saved for the backward, graphs and recompiles."""
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@on_ranks(2)
+def test_graphs(rank: int, strategy: ShardingStrategy) -> None:
+    """Marks of the final graphs, what is saved for the backward, recompiles, and gradients."""
     seen: list[tuple[bool, list[tuple[str, str]], int]] = []
     run = Pipeline.run
 
@@ -38,75 +38,36 @@ def _inspect(rank: int, world_size: int, backend: str, strategy: ShardingStrateg
         numels = [v.numel() for v in inputs if isinstance(v, torch.Tensor)]
         seen.append((is_backward(graph), keys, max(numels)))
 
-    Pipeline.run = watch  # type: ignore[method-assign]
+    def train(model: nn.Module) -> list[float]:
+        return fit(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(3))
+
+    eager, wrapped = (shard(make_classifier(), sharding_strategy=strategy) for _ in range(2))
     counters.clear()
-    try:
-        with nothing_cached():
-            wrapped = wrap(make_transformer(num_blocks=3, dim=32), sharding_strategy=strategy)
-            model = torch.compile(wrapped, fullgraph=True, backend=backend)
-            train(model, rank, steps=2)
-            first = counters["stats"]["unique_graphs"]
-            train(model, rank, steps=3)
-    finally:
-        Pipeline.run = run  # type: ignore[method-assign]
-    block = next(u for u in wrapped._fsdp_root.units if u.fqn == "blocks.0")
-    return seen, first, counters["stats"]["unique_graphs"], block.flats[0].layout.padded_numel
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_graphs(ranks: RankPool, backend: str) -> None:
-    blocks = [f"blocks.{i}" for i in range(3)]
-    for seen, first, at_end, numel in ranks.run(_inspect, 2, backend, ShardingStrategy.FULL_SHARD):
-        assert first == at_end == 1
-        assert [backward for backward, _, _ in seen] == [False, True]
-        (_, forward, _), (_, backward, largest) = seen
-        assert forward == [("all_gather", unit) for unit in ["", *blocks]]
-        gathers = [unit for kind, unit in backward if kind == "all_gather"]
-        reduces = [unit for kind, unit in backward if kind == "reduce_scatter"]
-        assert gathers == blocks[::-1]
-        assert reduces == [*blocks[::-1], ""]
+    with nothing_cached(), mock.patch.object(Pipeline, "run", watch):
+        model = in_mode(wrapped, "graph")
+        losses = train(model)
+    assert losses == pytest.approx(train(eager), rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert [backward for backward, _, _ in seen] == [False, True]
+    (_, forward, _), (_, backward, largest) = seen
+    assert forward == [("all_gather", unit) for unit in ("", "0", "1")]
+    gathers = [unit for kind, unit in backward if kind == "all_gather"]
+    reduces = [unit for kind, unit in backward if kind == "reduce_scatter"]
+    assert sorted(reduces) == ["", "0", "1"]
+    unit = wrapped._fsdp_root.units[2]
+    numel = unit.flats[0].layout.padded_numel
+    if strategy is ShardingStrategy.FULL_SHARD:
+        assert gathers == ["1"]  # no input of the first block needs a gradient
         assert largest < numel  # no unsharded flat parameter of a block is saved
-
-
-def test_shard_grad_op_saves_instead(ranks: RankPool) -> None:
-    for seen, _, _, numel in ranks.run(_inspect, 2, BACKENDS[0], ShardingStrategy.SHARD_GRAD_OP):
-        (_, forward, _), (_, backward, largest) = seen
-        assert len(forward) == 4
-        assert [kind for kind, _ in backward] == ["reduce_scatter"] * 4
+    else:
+        assert gathers == []
         assert largest == numel
-
-
-def _gradients(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    """Gradients are views of one tensor, on the original parameters, and equal the eager ones."""
-    models = [wrap(make_transformer(num_blocks=2)) for _ in range(2)]
-    compiled = torch.compile(models[1], fullgraph=True, backend=BACKENDS[0])
-    loss_of(models[0], batch(rank, 0)).backward()
-    loss_of(compiled, batch(rank, 0)).backward()
-    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    grads = [(local_of(a.grad), local_of(b.grad)) for a, b in pairs]
-    close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in grads)
-    unit = models[1]._fsdp_root.units[1]
-    storages = {
-        o.grad.untyped_storage().data_ptr()
-        for o in unit.originals()
-        if o.grad is not None and o.grad.numel()
-    }
-    leaf_untouched = all(
-        f.sharded.grad is None for u in models[1]._fsdp_root.units for f in u.flats
-    )
-    return close, len(storages) == 1, leaf_untouched
-
-
-def test_gradients_land_in_the_original_parameters(ranks: RankPool) -> None:
-    assert ranks.run(_gradients, 2) == [(True, True, True)] * 2
-
-
-def test_backends_are_registered() -> None:
-    from torch._dynamo import list_backends
-
-    assert set(BACKENDS) <= set(list_backends())
-    assert backends.fsdp_dynamo.__name__ == "fsdp_dynamo"
-    assert Block.__name__ == "Block"
+    # Gradients are views of one tensor, on the original parameters.
+    for one, other in zip(eager.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(local_of(other.grad), local_of(one.grad), rtol=1e-5, atol=1e-7)
+    grads = [o.grad for o in unit.originals() if o.grad is not None and o.grad.numel()]
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
+    assert all(f.sharded.grad is None for u in wrapped._fsdp_root.units for f in u.flats)
 
 
 def _marked(units: list[str]) -> torch.fx.GraphModule:
@@ -138,21 +99,14 @@ class _Rows(nn.Module):
         return y.sum()
 
 
-def _data_dependent(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_sizes_that_depend_on_data(rank: int) -> None:
     torch.manual_seed(0)
     plain = _Rows()
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     compiled = in_mode(model, "graph")
-    expected, got = [], []
     for step in range(3):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
-        expected.append(plain(x).item())
         loss = compiled(x)
         loss.backward()
-        got.append(loss.item())
-    return expected, got
-
-
-def test_sizes_that_depend_on_data(ranks: RankPool) -> None:
-    for expected, got in ranks.run(_data_dependent, 2):
-        assert got == pytest.approx(expected, rel=1e-5)
+        assert loss.item() == pytest.approx(plain(x).item(), rel=1e-5)

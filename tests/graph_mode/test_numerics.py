@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
 
 import pytest
 import torch
-from models import batch, loss_of, make_transformer, train, wrap
-from modes import MODES, in_mode
-from pool import RankPool
+import torch.distributed as dist
+from loops import classification_loss, examples, fit, make_classifier, shard
+from modes import in_mode
+from pool import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
 from fsdp_dynamo import FSDP
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
-COMPILED = ("hooks", "graph")
 DIM = 6
 
 
@@ -27,84 +27,63 @@ def _gradients(model: FSDP) -> dict[str, torch.Tensor | None]:
         }
 
 
-# -- autocast --------------------------------------------------------------------------------------
+def _everywhere(value: float) -> list[float]:
+    """A number of each rank."""
+    found: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
-def _under_autocast(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float], set]:
-    def run(mode: str) -> tuple[list[float], FSDP]:
-        model = wrap(make_transformer(num_blocks=2))
+@on_ranks(2)
+def test_autocast(rank: int) -> None:
+    losses: dict[str, list[float]] = {"eager": [], "graph": []}
+    for mode, found in losses.items():
+        model = shard(make_classifier())
         compiled = in_mode(model, mode)
-        losses = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(compiled, batch(rank, step))
+                loss = classification_loss(compiled, examples(rank, step))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(loss.item())
-        return losses, model
-
-    expected, _ = run("eager")
-    losses, model = run(mode)
-    return expected, losses, {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
+            found.append(loss.item())
+        dtypes = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+        assert dtypes == {torch.float32}
+    assert losses["graph"] == pytest.approx(losses["eager"], rel=1e-2)  # other order of sums
 
 
-@pytest.mark.parametrize("mode", [pytest.param("hooks", marks=pytest.mark.slow), "graph"])
-def test_autocast(ranks: RankPool, mode: str) -> None:
-    for expected, losses, dtypes in ranks.run(_under_autocast, 2, mode):
-        assert losses == pytest.approx(expected, rel=1e-2)  # bfloat16 in another order of sums
-        assert dtypes == {"torch.float32"}
-
-
-# -- dropout ---------------------------------------------------------------------------------------
-
-
-def _dropped(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float], list[float]]:
-    """Losses of two runs from one seed a rank, and of eager from the same."""
-
-    def run(mode: str) -> list[float]:
-        plain = make_transformer(num_blocks=2)
-        for block in plain.blocks:
-            block.down = nn.Sequential(block.down, nn.Dropout(0.5))
-        model = in_mode(wrap(plain), mode)
+@on_ranks(2)
+def test_dropout(rank: int) -> None:
+    """Two runs from one seed a rank, and eager from the same; each rank has masks of its own."""
+    losses = []
+    for mode in ("graph", "graph", "eager"):
+        plain = make_classifier()
+        for block in plain[:2]:
+            block.append(nn.Dropout(0.5))
+        model = shard(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(100 + rank)
-        return train(model, 0, steps=3)[0]  # the same tokens on all ranks
-
-    return run(mode), run(mode), run("eager")
-
-
-@pytest.mark.parametrize("mode", COMPILED)
-def test_dropout(ranks: RankPool, mode: str) -> None:
-    (first, again, eager), (other, _, _) = ranks.run(_dropped, 2, mode)
-    assert first == again
-    assert first == pytest.approx(eager, rel=1e-5)
-    assert first != other  # each rank has masks of its own
+        losses.append(fit(in_mode(model, mode), optimizer, 0, range(3)))  # the same batches
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
+    first, other = _everywhere(losses[0][0])
+    assert first != other
 
 
-# -- what is not finite ----------------------------------------------------------------------------
-
-
-def _not_finite(rank: int, world_size: int, mode: str, value: float) -> tuple[bool, float, str]:
-    """One rank's loss is not finite: all ranks' gradients are not, and clipping says so."""
-    model = wrap(make_transformer(num_blocks=2))
-    loss = loss_of(in_mode(model, mode), batch(rank, 0))
-    (loss * (value if rank == 1 else 1.0)).backward()
-    finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad.numel())
-    norm = float(model.clip_grad_norm_(1.0))
-    return finite, norm, str(norm)
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)]
+    ("mode", "value"), [("eager", float("inf")), ("hooks", float("inf")), ("graph", float("nan"))]
 )
-def test_what_is_not_finite_reaches_all_ranks(ranks: RankPool, mode: str, value: float) -> None:
-    found = ranks.run(_not_finite, 2, mode, value)
-    for finite, norm, _ in found:
-        assert not finite
-        assert not torch.tensor(norm).isfinite()
-    assert found[0][2] == found[1][2]
+@on_ranks(2)
+def test_what_is_not_finite_reaches_all_ranks(rank: int, mode: str, value: float) -> None:
+    """One rank's loss is not finite: all ranks' gradients are not, and clipping says so."""
+    model = shard(make_classifier())
+    loss = classification_loss(in_mode(model, mode), examples(rank))
+    (loss * (value if rank == 1 else 1.0)).backward()
+    assert not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad.numel())
+    norm = float(model.clip_grad_norm_(1.0))
+    assert not torch.tensor(norm).isfinite()
+    assert len({str(one) for one in _everywhere(norm)}) == 1
 
 
 # -- gradients that are strided, or missing --------------------------------------------------------
@@ -132,54 +111,29 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(_Layer(), _Layer(), nn.Linear(DIM, 1))
 
 
-def _missing(rank: int, world_size: int, mode: str, users: tuple[int, ...]) -> list[str]:
-    """Compare with one process that does what all ranks do; what was wrong."""
+@pytest.mark.parametrize(
+    ("mode", "users"),
+    [("eager", (0,)), ("hooks", (0,)), ("graph", (0, 1)), ("graph", (0,)), ("graph", ())],
+)
+@on_ranks(2)
+def test_strided_and_missing_gradients(rank: int, mode: str, users: tuple[int, ...]) -> None:
+    """Accumulated over two steps, compared with one process that does what all ranks do."""
     inputs = [torch.randn(4, DIM, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     plain = _layers()
     model = FSDP(_layers(), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
     run = in_mode(model, mode)
-    for r, x in enumerate(inputs):
-        plain[1].use = r in users
-        (plain(x).square().mean() / world_size).backward()
     model.module[1].module.use = rank in users
-    for step in range(2):
+    for _ in range(2):
         run(inputs[rank]).square().mean().backward()
-        if step == 0:
-            model.zero_grad()
-    wrong = []
-    for (name, got), want in zip(_gradients(model).items(), plain.parameters(), strict=True):
-        if got is None or want.grad is None:
-            if got is not want.grad:
-                wrong.append(name)
-        elif not torch.allclose(got, want.grad, 1e-4, 1e-6):
-            wrong.append(name)
-    return wrong
-
-
-@pytest.mark.parametrize("users", [(0, 1), (0,), ()])
-@pytest.mark.parametrize("mode", MODES)
-def test_strided_and_missing_gradients(ranks: RankPool, mode: str, users: tuple[int, ...]) -> None:
-    assert ranks.run(_missing, 2, mode, users) == [[], []]
-
-
-# -- accumulation ----------------------------------------------------------------------------------
-
-
-def _accumulated(rank: int, world_size: int, mode: str) -> Any:
-    def run(mode: str) -> dict[str, torch.Tensor | None]:
-        model = wrap(make_transformer(num_blocks=2))
-        compiled = in_mode(model, mode)
-        for step in range(3):
-            loss_of(compiled, batch(rank, step)).backward()
-        return _gradients(model)
-
-    expected, got = run("eager"), run(mode)
-    return [n for n in got if not torch.allclose(got[n], expected[n], 1e-4, 1e-6)]
-
-
-@pytest.mark.parametrize("mode", COMPILED)
-def test_accumulation_over_backwards(ranks: RankPool, mode: str) -> None:
-    assert ranks.run(_accumulated, 2, mode) == [[], []]
+        for r, x in enumerate(inputs):
+            plain[1].use = r in users
+            (plain(x).square().mean() / len(inputs)).backward()
+    got = _gradients(model)
+    for name, want in plain.named_parameters():
+        if want.grad is None:
+            assert got[name] is None
+        else:
+            torch.testing.assert_close(got[name], want.grad, rtol=1e-4, atol=1e-6)
 
 
 # -- views of parameters ---------------------------------------------------------------------------
@@ -201,20 +155,15 @@ class Viewed(nn.Module):
         return x @ rows.T * exponents[0] + flat.view(3, -1).sum()
 
 
-def _views(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
-    def run(mode: str) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-        torch.manual_seed(0)
-        policy = ModuleWrapPolicy({Viewed})
-        model = FSDP(nn.Sequential(Viewed(), Viewed()), auto_wrap_policy=policy)
-        loss = in_mode(model, mode)(torch.full((2, DIM), rank + 1.0)).square().sum()
+@pytest.mark.parametrize("mode", ["hooks", "graph"])
+@on_ranks(2)
+def test_views_of_parameters(rank: int, mode: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Viewed(), Viewed())
+    found = []
+    for each in ("eager", mode):
+        model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({Viewed}))
+        loss = in_mode(model, each)(torch.full((2, DIM), rank + 1.0)).square().sum()
         loss.backward()
-        return loss.detach(), _gradients(model)
-
-    return run("eager"), run(mode)
-
-
-@pytest.mark.parametrize("mode", COMPILED)
-def test_views_of_parameters(ranks: RankPool, mode: str) -> None:
-    for (loss, gradients), (got, got_gradients) in ranks.run(_views, 2, mode):
-        torch.testing.assert_close(got, loss)
-        torch.testing.assert_close(got_gradients, gradients)
+        found.append((loss.detach(), _gradients(model)))
+    torch.testing.assert_close(found[1], found[0])

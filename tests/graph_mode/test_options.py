@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,22 +13,27 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, loss_of, make_transformer, wrap
-from pool import RankPool
-from torch import fx
+from compile_caches import Layer, losses_of, make_compiled_products, using_cache
+from loops import error_of
+from pool import on_ranks
+from torch import fx, nn
 
-from fsdp_dynamo import DivergenceError, FSDPTypeError, FSDPValueError, record_events, record_plans
+from fsdp_dynamo import (
+    FSDP,
+    DivergenceError,
+    FSDPTypeError,
+    FSDPValueError,
+    record_events,
+    record_plans,
+)
 from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.graph_mode import calibration, planning
 from fsdp_dynamo.graph_mode.options import GraphOptions
-from graph_passes.gradients.grad_buffer import grad_buffer
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_pass import GraphPass
-from graph_passes.graph_utils import op_name
-from graph_passes.pipeline import OPTIONAL_PASSES, Pipeline, default_passes
-from graph_passes.scheduling.plan import Plan, PlanError
+from graph_passes.pipeline import OPTIONAL_PASSES, default_passes
 from graph_passes.scheduling.planner import Planner
 from graph_passes.scheduling.simulation import BudgetError
-from graph_passes.views import drop_noop_views
 
 EAGER = "fsdp_dynamo_aot_eager"
 GIVEN = {
@@ -38,302 +41,55 @@ GIVEN = {
     "device": {"flops_per_ms": 4e7, "bytes_per_ms": 1e7},
 }
 """Numbers that make communication matter; nothing is measured."""
+WIDTH = 32
 
 
-def _compiled(options: dict[str, Any], num_blocks: int = 3, backend: str = EAGER) -> Any:
+def _loss(model: Any, rank: int) -> torch.Tensor:
+    x = torch.full((4, WIDTH), rank + 1.0, requires_grad=True)
+    return model(x).square().mean()
+
+
+def _compiled(options: dict[str, Any], num_layers: int = 2) -> Any:
     torch._dynamo.reset()
-    wrapped = wrap(make_transformer(num_blocks=num_blocks, dim=32))
+    layers = (Layer(WIDTH, WIDTH, bias=False) for _ in range(num_layers))
+    torch.manual_seed(7)
+    wrapped = FSDP(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({Layer}))
     return wrapped, torch.compile(
-        wrapped, fullgraph=True, backend=backend, options={**GIVEN, **options}
+        wrapped, fullgraph=True, backend=EAGER, options={**GIVEN, **options}
     )
 
 
-def _grads(rank: int, options: dict[str, Any]) -> list[Any]:
-    wrapped, model = _compiled(options, num_blocks=2)
-    losses = []
-    for step in range(2):
-        loss = loss_of(model, batch(rank, step))
-        loss.backward()
-        losses.append(loss.detach())
-    return [*losses, *(p.grad for p in wrapped.parameters() if p.grad is not None)]
+# -- parsed ----------------------------------------------------------------------------------------
 
 
-def _each_off(rank: int, world_size: int) -> list[str]:
-    """Decisions whose absence changes a bit of the losses or gradients."""
-    expected = _grads(rank, {})
-    changed = []
-    for name in ("prefetch", "sink_waits", "bucket", "grad_buffer"):
-        got = _grads(rank, {name: False})
-        assert len(got) == len(expected)
-        if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
-            changed.append(name)
-    return changed
+def own_pass(graph: fx.Graph) -> None:
+    """A user's own pass."""
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_results_are_bitwise_the_same_without_each_decision(
-    ranks: RankPool, world_size: int
-) -> None:
-    assert ranks.run(_each_off, world_size) == [[]] * world_size
+class _Scaled(GraphPass):
+    """A user's own pass with a setting."""
 
+    def __init__(self, factor: int = 1) -> None:
+        self.factor = factor
 
-def _bitwise_off(rank: int, world_size: int) -> bool:
-    """Whether losses and gradients are bitwise the same without all passes that promise it."""
-    bitwise = [pass_.name for pass_ in OPTIONAL_PASSES if pass_.is_bitwise]
-    expected = _grads(rank, {})
-    got = _grads(rank, {"disabled_passes": [*bitwise, "prefetch", "sink_waits", "bucket"]})
-    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+    def __call__(self, graph: fx.Graph) -> None:
+        pass
 
-
-def test_bitwise_passes_are_bitwise(ranks: RankPool) -> None:
-    assert ranks.run(_bitwise_off, 2) == [True] * 2
-    assert {pass_.name for pass_ in OPTIONAL_PASSES if not pass_.is_bitwise} == {"grad_buffer"}
-
-
-class _Watching(GraphPass):
-    """Keep the names of the operators."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        self.seen += [op_name(node) for node in graph.nodes]
+    def cache_key(self) -> str:
+        return f"factor {self.factor}"
 
 
 def test_passes_are_left_out_by_name() -> None:
     names = [pass_.name for pass_ in OPTIONAL_PASSES]
-    given: dict[str, Any] = {"passes": [_Watching(), count_products]}
-    every = [
-        "inline_regions",
-        "absent_gradients",
-        *names[:-1],
-        "_Watching",
-        "count_products",
-        names[-1],
-        "planner",
-    ]
-    for left_out in ([], ["cut_views"], ["grad_buffer", "group_writes", "_Watching"], every[2:-1]):
+    given: dict[str, Any] = {"passes": [_Scaled(), own_pass]}
+    own = ["_Scaled", "own_pass"]
+    every = ["inline_regions", "absent_gradients", *names[:-1], *own, names[-1], "planner"]
+    for left_out in ([], ["cut_views"], ["grad_buffer", "group_writes", "_Scaled"], every[2:-1]):
         options = GraphOptions.parse({**given, "disabled_passes": left_out})
         passes = default_passes(Planner(), True, options.passes, options.left_out)
         assert [pass_.name for pass_ in passes] == [name for name in every if name not in left_out]
     assert not GraphOptions.parse({"disabled_passes": ["bucket"]}).bucket
     assert not GraphOptions.parse({"disabled_passes": ["selective_unshard"]}).selective_unshard
-
-
-@pytest.mark.parametrize(
-    ("disabled", "kind", "message"),
-    [
-        (["buckets"], FSDPValueError, r"expected some of \['bucket', 'cut_views', .*got 'buckets'"),
-        (["planner"], FSDPValueError, "'planner', which cannot be left out: it alone keeps the"),
-        (["absent_gradients"], FSDPValueError, "without it parameters that no loss touches"),
-        (["tag_reshard_after_forward"], FSDPValueError, "which cannot be left out: the sharding"),
-        ("bucket", FSDPTypeError, "expected a list of names, got 'bucket'"),
-    ],
-)
-def test_passes_that_cannot_be_left_out(disabled: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        GraphOptions.parse({"disabled_passes": disabled})
-
-
-def test_a_pass_says_what_it_is() -> None:
-    text = Pipeline([drop_noop_views, grad_buffer, _Watching()]).text().splitlines()
-    assert text[0].startswith("drop_noop_views  bitwise  Remove identities")
-    assert text[1].startswith("grad_buffer      numeric  Write gradients")
-    assert text[2] == "_Watching        numeric  Keep the names of the operators."
-
-
-def _backward_gathers(model: Any, rank: int) -> tuple[list[str], torch.Tensor]:
-    with record_events() as log:
-        loss = loss_of(model, batch(rank, 0))
-        loss.backward()
-    events = [e for e in log if e.kind == "all_gather" and e.phase == "backward"]
-    return [e.unit for e in events], loss.detach()
-
-
-def _with_budget(rank: int, world_size: int, budget: int | None) -> Any:
-    _, model = _compiled({} if budget is None else {"memory_budget_bytes": budget})
-    with record_plans() as log:
-        gathers, loss = _backward_gathers(model, rank)
-    assert budget is None or all((planned.peak_bytes or 0) <= budget for planned in log)
-    return log.plan().kept, gathers, loss
-
-
-def test_a_budget_keeps_units_unsharded(ranks: RankPool) -> None:
-    """Without one all blocks reshard; a large one keeps all; in between, some."""
-    _, gathers, expected = ranks.run(_with_budget, 2, None)[0]
-    assert gathers == ["blocks.2", "blocks.1", "blocks.0"]
-    sizes = []
-    for budget in (170_000, 230_000, 10_000_000):
-        results = ranks.run(_with_budget, 2, budget)
-        kept, gathers, loss = results[0]
-        assert results[1][0] == kept
-        assert not set(kept) & set(gathers)
-        assert len(kept) + len(gathers) == 3
-        assert torch.equal(loss, expected)
-        sizes.append(len(kept))
-    assert sizes[0] < sizes[2] == 3
-    assert sizes == sorted(sizes)
-
-
-def _raised(action: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        action()
-    except Exception as error:
-        inner = getattr(error, "inner_exception", error)
-        return type(inner).__name__, str(inner)
-    return "", ""
-
-
-def _too_small(rank: int, world_size: int) -> tuple[str, str]:
-    _, model = _compiled({"memory_budget_bytes": 1000}, num_blocks=1)
-    return _raised(lambda: loss_of(model, batch(rank, 0)))
-
-
-def test_a_budget_too_small_is_refused_before_anything_runs(ranks: RankPool) -> None:
-    for name, message in ranks.run(_too_small, 2):
-        assert name == BudgetError.__name__
-        assert "expected at least" in message
-
-
-def _round_trip(rank: int, world_size: int, path: str) -> Any:
-    """A plan, the same plan given back, an edited one, and one for another model."""
-    _, model = _compiled({})
-    with record_plans() as log:
-        loss_of(model, batch(rank, 0)).backward()
-    plan = log.plan()
-    if rank == 0:
-        plan.save(path)
-    torch.distributed.barrier()
-    applied = []
-    for given in (path, _with_all_gathers_first(plan)):
-        _, model = _compiled({"plan": given})
-        with record_plans() as log:
-            loss = loss_of(model, batch(rank, 0))
-            loss.backward()
-        applied.append(log.plan().graphs)
-    _, model = _compiled({"plan": path}, num_blocks=1)
-    return plan, applied, _raised(lambda: loss_of(model, batch(rank, 0)))
-
-
-def _with_all_gathers_first(plan: Plan) -> Plan:
-    def edited(transfers: Any) -> Any:
-        return tuple(replace(t, issue=0) if t.kind == "all_gather" else t for t in transfers)
-
-    graphs = tuple(replace(g, transfers=edited(g.transfers)) for g in plan.graphs)
-    return replace(plan, graphs=graphs)
-
-
-def test_plans_are_given_back(ranks: RankPool, tmp_path: Any) -> None:
-    results = ranks.run(_round_trip, 2, str(tmp_path / "plan.json"))
-    (plan, applied, refused), (other, _, _) = results
-    assert plan == other
-    assert applied[0] == plan.graphs
-    assert applied[1] == _with_all_gathers_first(plan).graphs != plan.graphs
-    assert refused[0] == PlanError.__name__
-    assert "expected a plan for this forward graph" in refused[1]
-
-
-def _differently(rank: int, world_size: int) -> tuple[str, str]:
-    _, model = _compiled({"max_in_flight": 1 + rank}, num_blocks=1)
-    return _raised(lambda: loss_of(model, batch(rank, 0)))
-
-
-def test_ranks_with_other_options(ranks: RankPool) -> None:
-    for name, message in ranks.run(_differently, 2):
-        assert name == DivergenceError.__name__
-        assert "options of torch.compile" in message
-
-
-def count_products(graph: fx.Graph) -> None:
-    """A user's own pass."""
-    COUNTED.append(sum("mm" in op_name(node) for node in graph.nodes))
-
-
-COUNTED: list[int] = []
-
-
-def _own_pass(rank: int, world_size: int) -> list[int]:
-    COUNTED.clear()
-    _, model = _compiled({"passes": [count_products]}, num_blocks=1)
-    loss_of(model, batch(rank, 0)).backward()
-    return COUNTED
-
-
-def test_a_pass_of_the_user(ranks: RankPool) -> None:
-    for counted in ranks.run(_own_pass, 2):
-        forward, backward = counted
-        assert 0 < forward < backward
-
-
-def _measured(rank: int, world_size: int, place: str) -> tuple[list[Plan], set[str], int]:
-    """Options without given numbers, twice: plans, rates they are made from, measurements.
-
-    The second rank finds another link than the first, whose numbers count.
-    """
-    found: list[float] = []
-    measure = calibration._measure_link
-
-    def measure_link(group: Any, device: torch.device) -> dict[str, float]:
-        link = measure(group, device)
-        found.append(link["bytes_per_ms"] * (1 + rank))
-        return link | {"bytes_per_ms": found[-1]}
-
-    plans, rates = [], set()
-    with (
-        mock.patch.dict(os.environ, {"FSDP_DYNAMO_PLACE": place}),
-        mock.patch.object(calibration, "measured", inspect.unwrap(calibration.measured)),
-        mock.patch.object(calibration, "_measure_link", measure_link),
-    ):
-        for _ in range(2):
-            torch._dynamo.reset()
-            state_of(
-                dist.group.WORLD, planning.MeasuredRates
-            ).clear()  # as in the next start of the job
-            wrapped = wrap(make_transformer(num_blocks=1))
-            model = torch.compile(wrapped, fullgraph=True, backend=EAGER)
-            before = torch.get_rng_state()
-            with record_plans() as log:
-                loss_of(model, batch(rank, 0)).backward()
-            assert torch.equal(before, torch.get_rng_state())
-            plans.append(log.plan())
-            rates |= {repr(planned.options.cost) for planned in log}
-    state_of(dist.group.WORLD, planning.MeasuredRates).clear()
-    if rank == 0:
-        assert f"{found[0]}" in rates.copy().pop()
-    return plans, rates, len(found)
-
-
-def test_measured_numbers_are_the_same_everywhere_and_later(ranks: RankPool, tmp_path: Any) -> None:
-    first, second = ranks.run(_measured, 2, str(tmp_path))
-    assert first == second
-    plans, rates, measurements = first
-    assert plans[0].inputs == plans[1].inputs
-    assert len(rates) == 1
-    assert measurements == 1
-
-
-def _damaged(rank: int, world_size: int, place: str) -> list[dict[str, Any]]:
-    measure = inspect.unwrap(calibration.measured)
-    group, device = torch.distributed.group.WORLD, torch.device("cpu")
-    with mock.patch.dict(os.environ, {"FSDP_DYNAMO_PLACE": place}):
-        path = calibration._path_of(group, device)
-        found = [measure(group, device)]
-        whole = path.read_text() if rank == 0 else ""
-        for damaged in (whole[: len(whole) // 2], "3", "{}"):
-            if rank == 0:
-                path.write_text(damaged)
-            torch.distributed.barrier()
-            found.append(measure(group, device))
-        drafts = [name for name in path.parent.iterdir() if name.stem == path.stem]
-        assert rank or drafts == [path]
-        assert measure(group, device) == found[-1]  # read, not measured
-    return found
-
-
-def test_damaged_numbers_are_measured_anew(ranks: RankPool, tmp_path: Any) -> None:
-    first, second = ranks.run(_damaged, 2, str(tmp_path))
-    assert first == second
-    assert all(one.keys() == {"link", "device"} for one in first)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +108,11 @@ def test_damaged_numbers_are_measured_anew(ranks: RankPool, tmp_path: Any) -> No
         ({"link": {"bytes_per_ms": 0}}, FSDPValueError, "bytes_per_ms"),
         ({"device": {"flops": 1}}, FSDPValueError, "fields of Device"),
         ({"passes": [3]}, FSDPTypeError, "a list of callables"),
+        ({"disabled_passes": ["buckets"]}, FSDPValueError, r"some of \['bucket', .*got 'buckets'"),
+        ({"disabled_passes": ["planner"]}, FSDPValueError, "cannot be left out: it alone keeps"),
+        ({"disabled_passes": ["absent_gradients"]}, FSDPValueError, "without it parameters"),
+        ({"disabled_passes": ["tag_reshard_after_forward"]}, FSDPValueError, "cannot be left out"),
+        ({"disabled_passes": "bucket"}, FSDPTypeError, "expected a list of names, got 'bucket'"),
     ],
 )
 def test_bad_options(options: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -369,10 +130,9 @@ class _Evil:
         return Path.touch, (self.mark,)
 
 
-@pytest.mark.parametrize("protocol", [0, 4])
-def test_a_plan_file_runs_no_code(tmp_path: Path, protocol: int) -> None:
+def test_a_plan_file_runs_no_code(tmp_path: Path) -> None:
     mark, plan = tmp_path / "mark", tmp_path / "plan.json"
-    plan.write_bytes(pickle.dumps(_Evil(mark), protocol))
+    plan.write_bytes(pickle.dumps(_Evil(mark)))
     with pytest.raises(FSDPValueError, match="expected a plan that can be read"):
         GraphOptions.parse({"plan": str(plan)})
     assert not mark.exists()
@@ -380,43 +140,187 @@ def test_a_plan_file_runs_no_code(tmp_path: Path, protocol: int) -> None:
     assert mark.exists()  # it would have
 
 
-INDUCTORS = {"epilogue-fusion": False, "triton.cudagraphs": False, "bucket": False}
+def test_text_tells_options_apart() -> None:
+    """Passes by what they are, and not by their address, which is another one on every rank."""
+
+    def text(**options: Any) -> str:
+        return GraphOptions.parse(options).text()
+
+    different: list[dict[str, Any]] = [
+        {},
+        {"bucket": False},
+        {"epilogue_fusion": False},
+        {"passes": [own_pass]},
+        {"passes": [_Scaled(2)]},
+        {"passes": [_Scaled(3)]},
+        GIVEN,
+    ]
+    assert len({text(**options) for options in different}) == len(different)
+    assert text(**GIVEN) == text(**GIVEN.copy())
+    for make in (partial(partial, own_pass), partial(_Scaled, 2)):
+        assert text(passes=[make()]) == text(passes=[make()])
+        assert " at 0x" not in text(passes=[make()])
 
 
-def _with_inductors(rank: int, world_size: int) -> tuple[Any, ...]:
-    """Losses without and with them, what Inductor saw, and the error of ranks that differ."""
-    torch._dynamo.reset()
-    seen: set[Any] = set()
+def test_a_planner_is_in_keys_of_caches() -> None:
+    """Inductor leaves graphs out of its cache whose passes cannot be pickled."""
+    nothing = fx.symbolic_trace(torch.nn.Identity())
+    for live_bytes_of in (planning.live_bytes_node_by_node, planning.live_bytes_of_generated):
+        planner = planning.planner_for(nothing, GraphOptions(), live_bytes_of)
+        assert isinstance(pickle.loads(pickle.dumps(planner)), Planner)
+
+
+# -- numbers that plans are made from --------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_measured_numbers_are_the_same_everywhere_and_later(rank: int, tmp_path: Path) -> None:
+    """Given none, twice: the second rank measures another link, and the first's numbers count."""
+    measure, measured = calibration._measure_link, []
+
+    def measure_link(group: Any, device: torch.device) -> dict[str, float]:
+        link = measure(group, device)
+        measured.append(link["bytes_per_ms"] * (1 + rank))
+        return link | {"bytes_per_ms": measured[-1]}
+
+    found: list[Any] = []
+    with (
+        mock.patch.dict(os.environ, {"FSDP_DYNAMO_PLACE": str(tmp_path)}),
+        mock.patch.object(calibration, "measured", inspect.unwrap(calibration.measured)),
+        mock.patch.object(calibration, "_measure_link", measure_link),
+    ):
+        for _ in range(2):
+            state_of(dist.group.WORLD, planning.MeasuredRates).clear()  # as in the job's next start
+            torch._dynamo.reset()
+            model = torch.compile(FSDP(Layer(WIDTH, WIDTH)), backend=EAGER)
+            before = torch.get_rng_state()
+            with record_plans() as log:
+                _loss(model, rank).backward()
+            assert torch.equal(before, torch.get_rng_state())
+            found.append((log.plan(), {repr(planned.options.cost) for planned in log}))
+    state_of(dist.group.WORLD, planning.MeasuredRates).clear()
+    assert len(measured) == 1
+    assert found[0] == found[1]
+    (rates,) = found[0][1]
+    assert rank or str(measured[0]) in rates
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, found)
+    assert everywhere[0] == everywhere[1]
+
+
+@on_ranks(2)
+def test_damaged_numbers_are_measured_anew(rank: int, tmp_path: Path) -> None:
+    measure = inspect.unwrap(calibration.measured)
+    group, device = dist.group.WORLD, torch.device("cpu")
+    with mock.patch.dict(os.environ, {"FSDP_DYNAMO_PLACE": str(tmp_path)}):
+        path = calibration._path_of(group, device)
+        found = [measure(group, device)]
+        whole = path.read_text() if rank == 0 else ""
+        for damaged in (whole[: len(whole) // 2], "3", "{}"):
+            if rank == 0:
+                path.write_text(damaged)
+            dist.barrier()
+            found.append(measure(group, device))
+        drafts = [name for name in path.parent.iterdir() if name.stem == path.stem]
+        assert rank or drafts == [path]
+        assert measure(group, device) == found[-1]  # read, not measured
+    assert all(one.keys() == {"link", "device"} for one in found)
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, found)
+    assert everywhere[0] == everywhere[1]
+
+
+# -- compiled --------------------------------------------------------------------------------------
+
+
+def _results(rank: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Losses of two steps, and gradients."""
+    wrapped, model = _compiled(options)
+    losses = []
+    for step in range(2):
+        losses.append(_loss(model, rank + step))
+        losses[-1].backward()
+    return [*losses, *(p.grad for p in wrapped.parameters() if p.grad is not None)]
+
+
+@on_ranks(2)
+def test_bitwise_passes_are_bitwise(rank: int) -> None:
+    """Without all passes that promise it."""
+    bitwise = [pass_.name for pass_ in OPTIONAL_PASSES if pass_.is_bitwise]
+    assert {pass_.name for pass_ in OPTIONAL_PASSES} - {*bitwise} == {"grad_buffer"}
+    expected = _results(rank, {})
+    got = _results(rank, {"disabled_passes": [*bitwise, "prefetch", "sink_waits", "bucket"]})
+    assert len(got) == len(expected) > 2
+    assert all(map(torch.equal, got, expected))
+
+
+@on_ranks(2)
+def test_budgets_and_plans(rank: int, tmp_path: Path) -> None:
+    """Without a budget all layers reshard; with one some stay; a plan that is given is followed."""
+
+    def run(**options: Any) -> tuple[Any, int, list[str], torch.Tensor]:
+        _, model = _compiled(options, num_layers=3)
+        with record_plans() as log, record_events() as events:
+            loss = _loss(model, rank)
+            loss.backward()
+        peak = max(planned.peak_bytes or 0 for planned in log)
+        assert peak <= options.get("memory_budget_bytes", peak)
+        gathers = [e.unit for e in events if e.kind == "all_gather" and e.phase == "backward"]
+        return log.plan(), peak, gathers, loss.detach()
+
+    plan, peak, gathers, expected = run()
+    assert gathers == ["2", "1", "0"]
+
+    kept, _, gathers, loss = run(memory_budget_bytes=peak + 5 * WIDTH * WIDTH)  # a layer has 4
+    assert {*kept.kept} | {*gathers} == {"2", "1", "0"}
+    assert len(kept.kept) + len(gathers) == 3
+    assert len(gathers) in (1, 2)
+    assert torch.equal(loss, expected)
+
+    plan.save(tmp_path / f"plan{rank}.json")
+    applied, _, _, loss = run(plan=str(tmp_path / f"plan{rank}.json"))
+    assert applied.graphs == plan.graphs
+    assert torch.equal(loss, expected)
+
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, (plan, kept))
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ([{"memory_budget_bytes": 1000}] * 2, BudgetError, "expected at least"),
+        ([{"max_in_flight": 1}, {"max_in_flight": 2}], DivergenceError, "options of torch.compile"),
+    ],
+)
+@on_ranks(2)
+def test_refused_before_anything_runs(
+    rank: int, options: list[Any], kind: type[Exception], message: str
+) -> None:
+    _, model = _compiled(options[rank])
+    with pytest.raises(Exception, match=message) as raised:
+        _loss(model, rank)
+    assert isinstance(getattr(raised.value, "inner_exception", raised.value), kind)
+
+
+@on_ranks(2)
+def test_inductors_settings_beside_ours(rank: int, tmp_path: Path) -> None:
+    seen = set()
 
     def see(graph: fx.Graph) -> None:
         seen.add(torch._inductor.config.epilogue_fusion)
 
-    losses, given = [], {**INDUCTORS, "passes": [see]}
-    for options in ({}, given):
-        model = wrap(make_transformer(num_blocks=2))
-        step = torch.compile(model, fullgraph=True, backend="fsdp_dynamo", options=options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses.append([])
-        for number in range(2):
-            loss = loss_of(step, batch(rank, number))
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
-    torch._dynamo.reset()
-    given = {"max_autotune_pointwise": bool(rank)}
-    step = torch.compile(
-        wrap(make_transformer(num_blocks=2)), fullgraph=True, backend="fsdp_dynamo", options=given
-    )
-    return losses[0], losses[1], seen, _raised(lambda: loss_of(step, batch(rank, 0)))
-
-
-@pytest.mark.slow
-def test_inductors_settings_beside_ours(ranks: RankPool) -> None:
-    for without, got, seen, error in ranks.run(_with_inductors, 2):
-        assert got == pytest.approx(without, rel=1e-5)
+    given = {"epilogue-fusion": False, "triton.cudagraphs": False, "bucket": False}
+    with using_cache(tmp_path / str(rank)):
+        without = losses_of(make_compiled_products(), rank)
+        losses = losses_of(make_compiled_products(**given, passes=[see]), rank)
+        assert losses == pytest.approx(without, rel=1e-5)
         assert seen == {False}
-        assert error[0] == DivergenceError.__name__
-        assert "utotune_pointwise" in error[1]
+        model = make_compiled_products(max_autotune_pointwise=bool(rank))
+        error = error_of(lambda: losses_of(model, rank))
+    assert "DivergenceError" in error
+    assert "utotune_pointwise" in error
 
 
 @pytest.mark.parametrize(
@@ -435,52 +339,3 @@ def test_inductors_settings_that_are_refused(
         step(torch.ones(1, 2))
     assert name in str(raised.value)
     torch._dynamo.reset()
-
-
-def test_text_tells_options_apart() -> None:
-    texts = {
-        GraphOptions.parse(options).text()
-        for options in (
-            {},
-            {"bucket": False},
-            {"epilogue_fusion": False},
-            {"passes": [count_products]},
-            GIVEN,
-        )
-    }
-    assert len(texts) == 5
-    assert GraphOptions.parse(GIVEN).text() == GraphOptions.parse(dict(GIVEN)).text()
-
-
-class _Scaled:
-    """A pass with a setting."""
-
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        pass
-
-    def cache_key(self) -> str:
-        return f"factor {self.factor}"
-
-
-def test_passes_are_compared_by_what_they_are() -> None:
-    """Not by their address, which is another one on every rank."""
-
-    def text(pass_: Any) -> str:
-        return GraphOptions.parse({"passes": [pass_]}).text()
-
-    assert text(_Scaled(2)) == text(_Scaled(2)) != text(_Scaled(3))
-    assert text(partial(count_products)) == text(partial(count_products))
-    assert " at 0x" not in text(partial(count_products)) + text(_Scaled(1))
-
-
-@pytest.mark.parametrize(
-    "live_bytes_of", [planning.live_bytes_node_by_node, planning.live_bytes_of_generated]
-)
-def test_a_planner_is_in_keys_of_caches(live_bytes_of: Any) -> None:
-    """Inductor leaves graphs out of its cache whose passes cannot be pickled."""
-    nothing = fx.symbolic_trace(torch.nn.Identity())
-    planner = planning.planner_for(nothing, GraphOptions(), live_bytes_of)
-    assert isinstance(pickle.loads(pickle.dumps(planner)), Planner)

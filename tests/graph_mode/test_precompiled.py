@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from compile_caches import (
     make_products,
     using_cache,
 )
-from pool import RATES, RankPool
+from loops import error_of
+from pool import RATES, RankPool, on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -54,16 +56,8 @@ def _write(rank: int, folder: Path, path: Path) -> list[float]:
     return losses
 
 
-def _error_of(model: nn.Module, path: Path) -> str:
-    try:
-        load_precompiled(model, path)
-    except Exception as error:  # noqa: BLE001  # the test asks which
-        return f"{type(error).__name__}: {error}"
-    return "none"
-
-
-def _refusals(rank: int, folder: Path, path: Path) -> dict[str, str]:
-    """Messages for files that are not good for the model, and for models that compile nothing."""
+def _require_refused(rank: int, folder: Path, path: Path) -> None:
+    """Files that are not good for the model, and models that compile nothing."""
     mine = folder / f"files{rank}"
     mine.mkdir()
     damaged = mine / "damaged"
@@ -75,92 +69,70 @@ def _refusals(rank: int, folder: Path, path: Path) -> dict[str, str]:
     good = make_compiled_products()
     torch.manual_seed(7)
     wide = nn.Sequential(Layer(WIDTH, WIDTH, bias=False), Layer(WIDTH, 16, bias=False))
-    cases: dict[str, tuple[nn.Module, Path]] = {
-        "options": (make_compiled_products(bucket=False), path),
-        "model": (make_compiled_products(wide), path),
-        "torch": (good, other("version of torch", "2.0.0")),
-        "passes": (good, other("version of fsdp_dynamo", "0.0.1, sources abc")),
-        "damaged": (good, damaged),
-        "one lacks it": (good, mine / "damaged" if rank else path),
-        "uncompiled": (make_products(), path),
-    }
-    return {name: _error_of(model, file) for name, (model, file) in cases.items()}
+    old_torch, old_passes = (
+        other("version of torch", "2.0.0"),
+        other("version of fsdp_dynamo", "0.0.1, sources abc"),
+    )
+    one_lacks_it = damaged if rank else path
+    refused = "FSDPValueError: "
+    for model, file, *expected in (
+        (make_compiled_products(bucket=False), path, refused, "options:", '"bucket": "False"'),
+        (
+            make_compiled_products(wide),
+            path,
+            refused,
+            "units: unit '1': weight 16x8",
+            "weight 8x8",
+        ),
+        (good, old_torch, refused, f"version of torch: {torch.__version__}", "got 2.0.0"),
+        (good, old_passes, refused, "version of fsdp_dynamo:", "0.0.1, sources abc"),
+        (good, damaged, refused, "a file of precompile()", "BadZipFile"),
+        (good, one_lacks_it, "DivergenceError: ", "precompiled file"),
+        (make_products(), path, refused, "torch.compile(model, fullgraph=True", "Sequential"),
+    ):
+        error = error_of(partial(load_precompiled, model, file))
+        assert all(part in error for part in expected), error
 
 
-def _write_and_load(rank: int, world_size: int, root: str) -> dict[str, Any]:
-    folder = Path(root)
-    path = folder / "code.zip"
-    found: dict[str, Any] = {"written": _write(rank, folder / f"first{rank}", path)}
-    dist.barrier()
-    with using_cache(folder / f"refused{rank}"):
-        found["refusals"] = _refusals(rank, folder, path)
-    with using_cache(folder / f"second{rank}"):
+def _losses(rank: int, folder: Path, path: Path | None) -> tuple[list[float], int, int, int]:
+    """Losses, graphs found in caches, and stretches found and compiled."""
+    with using_cache(folder):
         model = make_compiled_products()
-        load_precompiled(model, path)
-        found["loaded"] = losses_of(model, rank)
-        found["hits"] = counters["aot_autograd"]["autograd_cache_hit"]
-        found["compiled"] = counters["inductor"]["fxgraph_cache_miss"]
-    with using_cache(folder / f"cold{rank}"):
-        found["cold"] = losses_of(make_compiled_products(), rank)
-    return found
+        if path is not None:
+            load_precompiled(model, path)
+        losses = losses_of(model, rank)
+        stretches = counters["inductor"]
+        hits = counters["aot_autograd"]["autograd_cache_hit"]
+        return losses, hits, stretches["fxgraph_cache_hit"], stretches["fxgraph_cache_miss"]
 
 
-def _load_with_more_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
-    """The file of two ranks, and what is compiled where there is none."""
-    folder = Path(root)
-    found: dict[str, Any] = {}
-    for name in ("loaded", "cold"):
-        with using_cache(folder / f"{world_size}.{name}{rank}"):
-            model = make_compiled_products()
-            if name == "loaded":
-                load_precompiled(model, folder / "code.zip")
-            found[name] = losses_of(model, rank)
-            found[f"{name}: hits"] = counters["inductor"]["fxgraph_cache_hit"]
-            found[f"{name}: compiled"] = counters["inductor"]["fxgraph_cache_miss"]
-    return found
+@on_ranks(2)
+def _write_and_load(rank: int, root: Path) -> None:
+    path = root / "code.zip"
+    written = _write(rank, root / f"first{rank}", path)
+    dist.barrier()
+    with using_cache(root / f"refused{rank}"):
+        _require_refused(rank, root, path)
+    loaded, hits, _, num_compiled = _losses(rank, root / f"second{rank}", path)
+    assert (hits, num_compiled) == (1, 0)
+    cold, *_ = _losses(rank, root / f"cold{rank}", None)
+    assert loaded == written == cold
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("precompiled"))
+@on_ranks(4)
+def _load_with_more_ranks(rank: int, root: Path) -> None:
+    loaded, _, *stretches = _losses(rank, root / f"more{rank}", root / "code.zip")
+    cold, _, found, num_compiled = _losses(rank, root / f"cold of more{rank}", None)
+    assert found == 0 < num_compiled
+    assert stretches == [num_compiled, 0]
+    assert loaded == cold
 
 
-@pytest.fixture(scope="module")
-def outcomes(ranks: RankPool, root: str) -> list[dict[str, Any]]:
-    """Of both ranks."""
-    return ranks.run(_write_and_load, 2, root)
+def test_every_rank_of_a_later_job_loads(ranks: RankPool, tmp_path: Path) -> None:
+    """Nothing is compiled, on the rank that has not written either, and rates are the file's.
 
-
-def test_every_rank_of_a_later_job_loads(outcomes: list[dict[str, Any]]) -> None:
-    """Nothing is compiled, on the rank that has not written either, and rates are the file's."""
-    for found in outcomes:
-        assert (found["hits"], found["compiled"]) == (1, 0)
-        assert found["loaded"] == found["written"] == found["cold"]
-
-
-@pytest.mark.usefixtures("outcomes")
-def test_more_ranks_load_what_holds_no_number_of_ranks(ranks: RankPool, root: str) -> None:
-    """Units that need no padding have the same stretches, whatever the number of ranks."""
-    for found in ranks.run(_load_with_more_ranks, 4, root):
-        assert found["cold: hits"] == 0 < found["cold: compiled"]
-        assert found["loaded: hits"] == found["cold: compiled"]
-        assert found["loaded: compiled"] == 0
-        assert found["loaded"] == found["cold"]
-
-
-REFUSALS = {
-    "options": ("FSDPValueError", "options:", '"bucket": "False"'),
-    "model": ("FSDPValueError", "units: unit '1': weight 16x8", "weight 8x8"),
-    "torch": ("FSDPValueError", f"version of torch: {torch.__version__}", "got 2.0.0"),
-    "passes": ("FSDPValueError", "version of fsdp_dynamo:", "0.0.1, sources abc"),
-    "damaged": ("FSDPValueError", "a file of precompile()", "BadZipFile"),
-    "one lacks it": ("DivergenceError", "precompiled file"),
-    "uncompiled": ("FSDPValueError", "torch.compile(model, fullgraph=True", "Sequential"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_with_what_differs(outcomes: list[dict[str, Any]], case: str) -> None:
-    for found in outcomes:
-        for part in REFUSALS[case]:
-            assert part in found["refusals"][case]
+    Units that need no padding have the same stretches, whatever the number of ranks. What does not
+    fit is refused with what differs.
+    """
+    _write_and_load(ranks=ranks, root=tmp_path)
+    _load_with_more_ranks(ranks=ranks, root=tmp_path)

@@ -57,13 +57,9 @@ def _picked() -> cpu_vec_isa.VecISA:
         return cpu_vec_isa.pick_vec_isa()
 
 
-def test_only_the_best_is_probed(known: list[Instructions]) -> None:
+def test_only_the_best_is_probed_once_for_a_cache(known: list[Instructions]) -> None:
     assert _picked() is known[1]
     assert [one.probes for one in known] == [0, 1, 0]
-
-
-def test_it_is_probed_once_for_a_cache(known: list[Instructions]) -> None:
-    assert _picked() is known[1]
     known[1] = Instructions("wide", 512)  # as in the next process
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     assert _picked() is known[1]
@@ -82,14 +78,14 @@ def test_all_are_probed_if_the_best_does_not_work(known: list[Instructions]) -> 
     assert [one.probes for one in known] == [0, 1, 1]
 
 
-def test_users_width(known: list[Instructions]) -> None:
-    with torch._inductor.config.patch({"cpp.simdlen": 256}):
-        assert _picked() is known[2]
-
-
-@pytest.mark.parametrize("users", [True, False])
-def test_users_word_counts(known: list[Instructions], users: bool) -> None:
-    with torch._inductor.config.patch({"cpp.vec_isa_ok": users}):
-        assert vectorization([]) == {}
-        assert _picked() is (known[1] if users else cpu_vec_isa.invalid_vec_isa)
-    assert [one.probes for one in known] == [0, 0, 0]
+@pytest.mark.parametrize(
+    ("setting", "value", "picked"),
+    [("cpp.simdlen", 256, 2), ("cpp.vec_isa_ok", True, 1), ("cpp.vec_isa_ok", False, None)],
+)
+def test_users_word_counts(
+    known: list[Instructions], setting: str, value: int, picked: int | None
+) -> None:
+    expected = cpu_vec_isa.invalid_vec_isa if picked is None else known[picked]
+    with torch._inductor.config.patch({setting: value}):
+        assert _picked() is expected
+    assert setting == "cpp.simdlen" or not any(one.probes for one in known)

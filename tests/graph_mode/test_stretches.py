@@ -6,12 +6,12 @@ import re
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
+import torch.distributed as dist
 from compile_caches import WIDTH, Layer, using_cache
-from models import batch, loss_of, make_transformer, wrap
-from pool import RankPool
+from pool import on_ranks
 from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -37,6 +37,10 @@ def _compiled(model: FSDP, **kwargs: Any) -> Any:
     return torch.compile(model, backend="fsdp_dynamo", fullgraph=True, **kwargs)
 
 
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
 # -- numbers ---------------------------------------------------------------------------------------
 
 
@@ -48,26 +52,18 @@ class _Rows(nn.Sequential):
         return super().forward(x.reshape(batch * length, width)).view(batch, length, width)
 
 
-def _losses_of_rows(rank: int, world_size: int, compiled: bool) -> list[float]:
-    """Of steps with batches of several sizes."""
-    model = _wrapped(_Rows(*_layers(3)))
-    run = _compiled(model, dynamic=True) if compiled else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        x = torch.rand(2 + step, 5 - step, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = run(x + rank).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_a_product_of_dynamic_sizes(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_a_product_of_dynamic_sizes(rank: int) -> None:
     """A stretch is given a tensor of ``(batch * length, width)``, and not the batch itself."""
-    compiled, eager = [ranks.run(_losses_of_rows, 2, mode)[0] for mode in (True, False)]
-    assert compiled == pytest.approx(eager, rel=1e-5)
+    models = [_wrapped(_Rows(*_layers(2))) for _ in range(2)]
+    runs = models[0], _compiled(models[1], dynamic=True)
+    for step in range(2):
+        x = torch.rand(2 + step, 5 - step, WIDTH, generator=torch.Generator().manual_seed(step))
+        losses = [run(x + rank).square().mean() for run in runs]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(losses[1], losses[0])
+        torch.testing.assert_close(_gradients(models[1]), _gradients(models[0]))
 
 
 class _Waves(Layer):
@@ -89,64 +85,50 @@ class _Sea(nn.Module):
         return self.waves(x * self.scale, x.cos() * self.scale, x.sin(), x.tan() * self.scale)
 
 
-def _gradients(rank: int, world_size: int, compiled: bool) -> list[torch.Tensor]:
-    model = _wrapped(_Sea())
-    run = _compiled(model) if compiled else model
-    outputs = run(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(rank)))
-    sum(one.square().mean() for one in outputs).backward()
-    return [param.grad for param in model.parameters() if param.grad is not None]
-
-
-def test_no_stretch_writes_into_what_another_reads(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_no_stretch_writes_into_what_another_reads(rank: int) -> None:
     """AOTAutograd lets Inductor reuse the memory of tensors that were saved for the backward."""
-    for compiled, eager in zip(
-        ranks.run(_gradients, 2, True), ranks.run(_gradients, 2, False), strict=True
-    ):
-        torch.testing.assert_close(compiled, eager)
+    models = [_wrapped(_Sea()) for _ in range(2)]
+    for run in (models[0], _compiled(models[1])):
+        outputs = run(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(rank)))
+        sum(one.square().mean() for one in outputs).backward()
+    torch.testing.assert_close(_gradients(models[1]), _gradients(models[0]))
 
 
 # -- what is compiled ------------------------------------------------------------------------------
 
 
-def _programs(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Of models of 4 and of 6 blocks: forward and backward, stretches compiled and found."""
+def _facts(program: Program) -> tuple[int, int]:
+    """Distinct stretches, and calls of them."""
+    return len(program.stretches), len(re.findall(r"= stretch_\d", program.source))
+
+
+@on_ranks(2)
+def test_a_deeper_model_has_no_more_stretches(rank: int, tmp_path: Path) -> None:
+    """Nor does it compile any."""
     call, found = StretchCompiler.__call__, []
-    with pytest.MonkeyPatch.context() as patch:
-        for depth in (4, 6):
-            made: list[Program] = []
+    for depth in (4, 6):
+        made: list[Any] = []
 
-            def watch(*args: Any, made: list[Program] = made, **kwargs: Any) -> Program:
-                made.append(call(*args, **kwargs))
-                return made[-1]
+        def watch(*args: Any, made: list[Any] = made, **kwargs: Any) -> Program:
+            program = call(*args, **kwargs)
+            made.append(_facts(program))
+            return program
 
-            patch.setattr(StretchCompiler, "__call__", watch)
-            with using_cache(Path(folder) / str(rank)):
-                model = _compiled(wrap(make_transformer(num_blocks=depth, dim=32)))
-                loss_of(model, batch(rank, 0)).backward()
-                counts = counters["inductor"]
-                found.append((made, counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"]))
-    return [([_facts(program) for program in made], *counts) for made, *counts in found]
-
-
-def _facts(program: Program) -> tuple[int, list[int], int]:
-    """Distinct stretches, numbers of collectives and waits in order, calls of stretches."""
-    numbers = [int(number) for number in re.findall(r"\|(\d+)/\d+\|", program.source)]
-    return len(program.stretches), numbers, len(re.findall(r"= stretch_\d", program.source))
-
-
-@pytest.mark.slow
-def test_a_deeper_model_has_no_more_stretches(ranks: RankPool, tmp_path: Path) -> None:
-    for (few, compiled, _), (many, compiled_again, found) in ranks.run(_programs, 2, str(tmp_path)):
-        for (distinct, order, calls), (same, longer_order, more_calls) in zip(
-            few, many, strict=True
+        with (
+            mock.patch.object(StretchCompiler, "__call__", watch),
+            using_cache(tmp_path / str(rank)),
         ):
-            assert distinct == same
-            assert calls < more_calls
-            assert order == list(range(len(order)))
-            assert longer_order == list(range(len(longer_order)))
-            assert len(longer_order) > len(order)
-        assert compiled == sum(distinct for distinct, *_ in few)
-        assert (compiled_again, found) == (0, compiled)
+            model = _compiled(_wrapped(nn.Sequential(*_layers(depth))))
+            model(torch.ones(4, WIDTH)).sum().backward()
+            counts = counters["inductor"]
+            found.append((made, counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"]))
+    (few, compiled, _), (many, compiled_again, hits) = found
+    for (distinct, calls), (same, more_calls) in zip(few, many, strict=True):
+        assert distinct == same
+        assert calls < more_calls
+    assert compiled == sum(distinct for distinct, *_ in few)
+    assert (compiled_again, hits) == (0, compiled)
 
 
 # -- what is freed ---------------------------------------------------------------------------------
@@ -188,23 +170,20 @@ class _Masks(nn.ModuleList):
         return [layer(x) for layer in self]
 
 
-def _masks(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of two equal units: ones that were dropped or doubled, and the gradients of those ones."""
+@on_ranks(2)
+def test_equal_units_drop_other_elements(rank: int) -> None:
+    """And the backward of each drops the same as its forward."""
     layers = _Masks([_Dropped(WIDTH, WIDTH, bias=False) for _ in range(2)])
     for layer in layers:
         nn.init.ones_(layer.weight)
     model = _wrapped(layers)
     torch.manual_seed(rank)
     outputs = _compiled(model)(torch.zeros(WIDTH, WIDTH))
+    assert not torch.equal(outputs[0], outputs[1])
     sum(one.sum() for one in outputs).backward()
     with FSDP.summon_full_params(model, with_grads=True):
         grads = [param.grad.clone() for param in model.parameters()]
-    return [one.detach() for one in outputs], grads
-
-
-def test_equal_units_drop_other_elements(ranks: RankPool) -> None:
-    """And the backward of each drops the same as its forward."""
-    (outputs, grads), (others, _) = ranks.run(_masks, 2)
-    assert not torch.equal(outputs[0], outputs[1])
-    for grad, one, other in zip(grads, outputs, others, strict=True):
-        torch.testing.assert_close(grad, (one + other) / 2)
+    for grad, output in zip(grads, outputs, strict=True):
+        mean = output.detach().clone()  # ones that were dropped or doubled
+        dist.all_reduce(mean)
+        torch.testing.assert_close(grad, mean / 2)
