@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -109,49 +108,33 @@ def test_slow_links_pay() -> None:
     assert found.bound_ms <= found.step_ms
 
 
-def _real(rank: int, world_size: int, mode: str) -> dict[str, int]:
-    """Bytes of tensors of a real step."""
+@on_ranks(WORLD)
+def test_memory_is_that_of_a_real_step(rank: int) -> None:
+    """The formula of docs/fewer-bytes.md, what is predicted, and bytes of tensors are equal."""
+    memory, full = _predicted(HIERARCHICAL).memory, _predicted(FULL).memory
+    shards, secondary = NUMEL // WORLD, NUMEL // PER_NODE
+    unsharded = 3 * DIM * DIM  # the root and two units
+    assert memory["shards"] == full["shards"] == 4 * shards
+    assert memory["optimizer"] == 8 * shards
+    assert memory["unsharded"] == 4 * (unsharded + secondary)
+    assert memory["gradients"] == full["gradients"]
+
     model = FSDP(
         _Stack(),
         sharding_strategy=HIERARCHICAL,
         device_mesh=init_device_mesh("cpu", (NODES, PER_NODE)),
         auto_wrap_policy=ModuleWrapPolicy({_Layer}),
     )
-    run = in_mode(model, mode)
     optimizer = torch.optim.AdamW(model.parameters())
     flats = [flat for unit in model._fsdp_root.units for flat in unit.flats]
-    tokens = torch.randint(DIM, (2, 8))
     with record_events() as log:
-        loss = run(tokens).sum()
-        secondary = sum(
-            f.kept_shard.tensor.untyped_storage().nbytes() for f in flats if f.kept_shard
-        )
+        loss = model(torch.randint(DIM, (2, 8))).sum()
+        kept = [f.kept_shard.tensor.untyped_storage().nbytes() for f in flats if f.kept_shard]
         loss.backward()
     optimizer.step()
     states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
-    return {
-        "shards": sum(flat.sharded.untyped_storage().nbytes() for flat in flats),
-        "optimizer": sum(local_of(state).nbytes for state in states),
-        "secondary": secondary,
-        "unsharded": log.peak_unsharded_bytes(),
-        "left": sum(flat.kept_shard is not None for flat in flats),
-    }
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_memory_is_that_of_a_real_step(ranks: RankPool, mode: str) -> None:
-    """The formula of docs/fewer-bytes.md, what is predicted, and bytes of tensors are equal."""
-    memory, full = _predicted(HIERARCHICAL).memory, _predicted(FULL).memory
-    shards, secondary = NUMEL // (NODES * PER_NODE), NUMEL // PER_NODE
-    unsharded = 3 * DIM * DIM  # the root and two units
-    assert memory["shards"] == full["shards"] == 4 * shards
-    assert memory["optimizer"] == 8 * shards
-    assert memory["unsharded"] == 4 * (unsharded + secondary)
-    assert memory["gradients"] == full["gradients"]
-    for found in ranks.run(_real, NODES * PER_NODE, mode):
-        assert found["shards"] == memory["shards"]
-        assert found["optimizer"] == memory["optimizer"]
-        assert found["secondary"] == 4 * secondary
-        assert found["left"] == 0
-        if mode == "eager":  # a graph gathers further ahead, within its budget
-            assert found["unsharded"] + found["secondary"] == memory["unsharded"]
+    assert sum(flat.sharded.untyped_storage().nbytes() for flat in flats) == memory["shards"]
+    assert sum(local_of(state).nbytes for state in states) == memory["optimizer"]
+    assert sum(kept) == 4 * secondary
+    assert log.peak_unsharded_bytes() + sum(kept) == memory["unsharded"]
+    assert not any(flat.kept_shard for flat in flats)

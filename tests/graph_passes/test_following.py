@@ -30,7 +30,7 @@ def _decided(seed: int, steps_per_unit: int) -> tuple[Problem, GraphPlan]:
     return problem, _plan(problem, *decide(problem, Options()))
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(20))
 def test_launches_are_the_plans(seed: int) -> None:
     """In a graph of other times and bytes, with as many steps or another number of them."""
     _, plan = _decided(seed, 3)
@@ -41,13 +41,8 @@ def test_launches_are_the_plans(seed: int) -> None:
         for place in schedule:
             transfer = problem.transfers[place.transfer]
             assert transfer.ready <= place.issue <= place.wait <= transfer.need
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_in_its_own_graph_nothing_moves(seed: int) -> None:
     problem, plan = _decided(seed, 3)
-    schedule, launches = follow(plan, problem)
-    followed = _plan(problem, schedule, launches)
+    followed = _plan(problem, *follow(plan, problem))  # in its own graph nothing moves
     assert sorted(followed.transfers, key=repr) == sorted(plan.transfers, key=repr)
 
 
@@ -67,20 +62,14 @@ def test_a_place_moves_to_where_the_graph_needs_it() -> None:
 
 def test_an_order_that_the_graph_does_not_allow() -> None:
     late, other = _gathers(0, 8, 10), _gathers(0, 8, 3)
-    other = replace(
-        other,
-        transfers=(
-            *other.transfers[:1],
-            replace(other.transfers[1], ready=5),
-            *other.transfers[2:],
-        ),
-    )
+    first, second, third = other.transfers
+    other = replace(other, transfers=(first, replace(second, ready=5), third))
     at_last = tuple(Placement(i, t.need, t.need) for i, t in enumerate(late.transfers))
     with pytest.raises(PlanError, match="before it is needed"):
         follow(_plan(late, at_last, {i: i for i in range(3)}), other)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(20))
 def test_without_a_plan_graphs_of_other_times_have_the_same_launches(seed: int) -> None:
     found = set()
     for other in (seed, seed + 1000):
@@ -95,12 +84,8 @@ def test_without_a_plan_graphs_of_other_times_have_the_same_launches(seed: int) 
     assert len(found) == 1
 
 
-def test_graphs_differ_enough_to_be_decided_otherwise() -> None:
-    decided = {launches_of(_decided(seed, 3)[1]) for seed in range(10)}
-    assert len(decided) > 1
-
-
 def test_a_plan_for_other_collectives() -> None:
+    assert len({launches_of(_decided(seed, 3)[1]) for seed in range(10)}) > 1  # they differ
     problem, plan = _decided(0, 3)
     for wrong in (
         replace(plan, transfers=plan.transfers[1:]),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
-from planned_graphs import Place, make_planned
+from planned_graphs import NO_LIMIT, Place, make_planned
 
 from fsdp_dynamo.observe.explanation import reason_of, suggestion_for
 from graph_passes.markers import CollectiveKind
@@ -16,110 +17,93 @@ from graph_passes.scheduling.planner import Planned
 from graph_passes.scheduling.schedule import decide
 from graph_passes.scheduling.simulation import Limits
 
+ONE_IN_FLIGHT = Limits(memory_budget_bytes=10**9, max_in_flight=1)
+GATHER: CollectiveKind = "all_gather"
+REDUCE: CollectiveKind = "reduce_scatter"
 
-def _reasons(planned: Planned) -> list[str]:
-    """By transfer, in the order in which they were given."""
-    graph = report_of(planned)
+
+@pytest.mark.parametrize(
+    ("limits", "places", "reasons"),
+    [
+        pytest.param(
+            NO_LIMIT,
+            [
+                ("u0", GATHER, 1.0, 0, 0, 0, 0),
+                ("u1", GATHER, 1.0, 0, 1, 0, 1),
+                ("u2", GATHER, 3.0, 1, 2, 1, 2),
+                ("u3", REDUCE, 1.0, 4, 4, 4, 4),
+            ],
+            ["dependency: .*start of the graph", "hidden", "dependency", "dependency: .*end of"],
+            id="dependencies",
+        ),
+        pytest.param(
+            NO_LIMIT,
+            [("u1", REDUCE, 3.0, 1, 2, 1, 2)],
+            ["dependency: its result"],
+            id="of a reduction",
+        ),
+        pytest.param(
+            ONE_IN_FLIGHT,
+            [("u2", GATHER, 1.0, 0, 2, 1, 2), ("u3", GATHER, 3.0, 0, 3, 2, 3)],
+            ["hidden", "in flight: max_in_flight=1"],
+            id="in flight",
+        ),
+        pytest.param(  # it could only go earlier in front of the first, which would be late
+            NO_LIMIT,
+            [("u2", GATHER, 2.0, 1, 2, 1, 2), ("u3", GATHER, 3.0, 0, 3, 1, 3)],
+            ["hidden", "order: .*u2"],
+            id="order of gathers",
+        ),
+        pytest.param(  # issued at once it would make the gather behind it late
+            NO_LIMIT,
+            [("u2", GATHER, 2.0, 1, 2, 1, 2), ("u0", REDUCE, 5.0, 1, 4, 2, 4)],
+            ["hidden", "order: .*u2"],
+            id="order of a reduction",
+        ),
+        pytest.param(
+            NO_LIMIT,
+            [
+                ("u1", GATHER, 5.0, 0, 1, 0, 1),
+                ("u2", GATHER, 5.0, 0, 2, 1, 2),
+                ("u3", REDUCE, 5.0, 4, 4, 4, 4),
+                ("u2", REDUCE, 4.0, 3, 4, 3, 4),
+            ],
+            ["dependency", "bandwidth: .*u1", "bandwidth: .*u2", ""],
+            id="bandwidth",
+        ),
+        pytest.param(
+            NO_LIMIT,
+            [("u3", GATHER, 1.0, 0, 3, 3, 3)],
+            ["not planned: .*1.000 ms"],
+            id="not planned",
+        ),
+        pytest.param(
+            NO_LIMIT,
+            [("u0", REDUCE, 1.0, 1, 4, 1, 1)],
+            ["not planned: .*1.000 ms"],
+            id="a reduction that was not planned",
+        ),
+    ],
+)
+def test_reasons(limits: Limits, places: list[Place], reasons: list[str]) -> None:
+    graph = report_of(make_planned(*places, limits=limits))
     found = {(t.unit, t.kind): reason_of(graph, t) for t in graph.transfers}
-    return [found[(t.unit, t.kind)] for t in planned.plan.transfers]
-
-
-def test_hidden_and_dependency_of_a_gather() -> None:
-    planned = make_planned(
-        ("u0", "all_gather", 1.0, 0, 0, 0, 0),
-        ("u1", "all_gather", 1.0, 0, 1, 0, 1),
-        ("u2", "all_gather", 3.0, 1, 2, 1, 2),
-    )
-    assert _reasons(planned) == [
-        "dependency: its input is not ready earlier (start of the graph)",
-        "hidden: nothing of it is exposed",
-        "dependency: its input is not ready earlier",
-    ]
-
-
-def test_dependency_of_a_reduction() -> None:
-    planned = make_planned(
-        ("u1", "reduce_scatter", 3.0, 1, 2, 1, 2), ("u3", "reduce_scatter", 1.0, 4, 4, 4, 4)
-    )
-    assert _reasons(planned) == [
-        "dependency: its result is needed there",
-        "dependency: its result is needed there (end of the graph)",
-    ]
+    for place, reason in zip(places, reasons, strict=True):
+        assert re.match(reason, found[place[:2]])
 
 
 def test_memory() -> None:
-    late = ("u3", "all_gather", 3.0, 0, 3, 2, 3)
-    waited = ("u0", "reduce_scatter", 3.0, 1, 4, 1, 2)
+    late = ("u3", GATHER, 3.0, 0, 3, 2, 3)
     tight = Limits(memory_budget_bytes=1130, max_in_flight=9)
-    assert _reasons(make_planned(late, limits=replace(tight, memory_budget_bytes=1100))) == [
-        "not planned: moving it by one unit would save 1.000 ms"
-    ]
     # a neighbour holds the memory of step 1 already, and so does the other one of step 2
-    held = ("u2", "all_gather", 1.0, 0, 2, 1, 2)
+    held = ("u2", GATHER, 1.0, 0, 2, 1, 2)
     graph = report_of(make_planned(held, late, limits=tight))
     assert [(t.reason, t.bytes_short) for t in graph.transfers] == [("hidden", 0), ("memory", 70)]
-    assert reason_of(graph, graph.transfers[1]) == (
-        "memory: one unit earlier would exceed the budget by 70 B"
-    )
+    assert reason_of(graph, graph.transfers[1]).endswith("exceed the budget by 70 B")
     assert suggestion_for(graph, graph.transfers[1]).startswith("memory_budget_bytes=1200,")
-    graph = report_of(make_planned(waited, ("u3", "all_gather", 0.5, 0, 3, 2, 3), limits=tight))
-    assert reason_of(graph, graph.transfers[0]) == (
-        "memory: one unit later would exceed the budget by 70 B"
-    )
-
-
-def test_in_flight() -> None:
-    planned = make_planned(
-        ("u2", "all_gather", 1.0, 0, 2, 1, 2),
-        ("u3", "all_gather", 3.0, 0, 3, 2, 3),
-        limits=Limits(memory_budget_bytes=10**9, max_in_flight=1),
-    )
-    assert _reasons(planned)[1] == "in flight: max_in_flight=1 collectives are already in flight"
-    graph = report_of(planned)
-    assert suggestion_for(graph, graph.transfers[1]) == "max_in_flight=2"
-
-
-def test_order_of_gathers() -> None:
-    """The second could only go earlier in front of the first, which would then be late."""
-    planned = make_planned(
-        ("u2", "all_gather", 2.0, 1, 2, 1, 2), ("u3", "all_gather", 3.0, 0, 3, 1, 3)
-    )
-    assert _reasons(planned) == [
-        "hidden: nothing of it is exposed",
-        "order: it would overtake that of u2 on the link and gain nothing",
-    ]
-
-
-def test_order_of_a_reduction() -> None:
-    """Issued at once it would make the gather behind it late."""
-    planned = make_planned(
-        ("u2", "all_gather", 2.0, 1, 2, 1, 2), ("u0", "reduce_scatter", 5.0, 1, 4, 2, 4)
-    )
-    assert _reasons(planned) == [
-        "hidden: nothing of it is exposed",
-        "order: it would overtake that of u2 on the link and gain nothing",
-    ]
-
-
-def test_bandwidth() -> None:
-    planned = make_planned(
-        ("u1", "all_gather", 5.0, 0, 1, 0, 1),
-        ("u2", "all_gather", 5.0, 0, 2, 1, 2),
-        ("u3", "reduce_scatter", 5.0, 4, 4, 4, 4),
-        ("u2", "reduce_scatter", 4.0, 3, 4, 3, 4),
-    )
-    reasons = _reasons(planned)
-    assert reasons[1] == "bandwidth: the link is busy with u1; moving it would gain nothing"
-    assert reasons[2] == "bandwidth: the link is busy with u2; moving it would gain nothing"
-    graph = report_of(planned)
-    assert "fewer bytes" in suggestion_for(graph, graph.transfers[1])
-
-
-def test_a_move_that_was_not_planned() -> None:
-    planned = make_planned(("u3", "all_gather", 1.0, 0, 3, 3, 3))
-    assert _reasons(planned) == ["not planned: moving it by one unit would save 1.000 ms"]
-    planned = make_planned(("u0", "reduce_scatter", 1.0, 1, 4, 1, 1))
-    assert _reasons(planned) == ["not planned: moving it by one unit would save 1.000 ms"]
+    waited = ("u0", REDUCE, 3.0, 1, 4, 1, 2)
+    graph = report_of(make_planned(waited, ("u3", GATHER, 0.5, 0, 3, 2, 3), limits=tight))
+    assert (graph.transfers[0].reason, graph.transfers[0].bytes_short) == ("memory", 70)
 
 
 def _random_place(rng: random.Random, unit: int, kind: CollectiveKind, num: int) -> Place:
