@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
+import torch.distributed as dist
 from models import Block, batch, loss_of, make_transformer, wrap
+from modes import in_mode
 from planned_graphs import Place, make_planned
-from pool import RankPool
+from pool import on_ranks
 
 from fsdp_dynamo import FSDPError, FSDPStateError, FSDPTypeError, FSDPValueError, record_events
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.explanation import MeasuredEvent, UnitSummary
 from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
-from fsdp_dynamo.observe.training_step import GraphBreak
+from fsdp_dynamo.observe.training_step import GraphBreak, Recompile
 from graph_passes.report import GraphReport, report_of
 
 
@@ -85,6 +86,7 @@ def _explanation() -> Explanation:
         ),
         num_graphs=1,
         graph_breaks=(GraphBreak("train.py", 7, "print(x)", "no print", "u0"),),
+        recompiles=(Recompile("u1", "x.size()[0] == 3"),),
         graphs=(_forward(), backward),
         measured=(
             MeasuredEvent("u0", "all_gather", "forward", 200, 0.0, 2.0, 2.0),
@@ -105,54 +107,34 @@ def test_events_that_no_plan_has() -> None:
 
 
 def test_text() -> None:
-    assert_expected_inline(
-        str(_explanation()),
-        """\
-graph mode, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 1 graph break
-flat parameters: 4.0 kB unsharded, 2.0 kB per rank, 80 B of padding
-
-times in ms; exposed: waiting for a collective, computing nothing; measured: one step
-graph     compute   comm  bound   sim.  unsched.  exposed  measured  exposed   sent    peak  budget
-forward      8.00   7.00   9.00  10.00     15.00     2.00      5.00     2.00  300 B  1.2 kB  1.0 GB
-backward     8.00   6.00   9.00  10.00     14.00     2.00      3.50     0.75  300 B  1.2 kB  1.0 GB
-step        16.00  13.00  18.00  20.00     29.00     4.00      9.50     2.75  600 B  1.2 kB  1.0 GB
-
-collective                  moved             ms  exposed  measured   sent  reason
-forward all_gather u0       -              1.000    1.000     2.000  100 B  dependency
-forward all_gather u1       1 over u0      1.000    0.000         -  100 B  hidden
-forward all_gather u3       2 over u1..u2  5.000    1.000         -  100 B  not planned
-backward all_gather u1      1 over u0      3.000    1.000         -  100 B  dependency
-backward reduce_scatter u3  1 over u1      2.000    0.000     0.500  100 B  hidden
-backward reduce_scatter u0  -              1.000    1.000     0.250  100 B  dependency
-
-most exposed, and what to change first:
-1. forward all_gather of u0: 1.000 ms
-   dependency: its input is not ready earlier (start of the graph)
-   try: split u0 into smaller units
-2. forward all_gather of u3: 1.000 ms
-   not planned: moving it by one unit would save 1.000 ms
-   try: prefetch=True and sink_waits=True, or a new plan if one was given
-3. backward all_gather of u1: 1.000 ms
-   dependency: its input is not ready earlier (start of the graph)
-   try: split u1 into smaller units
-
-graph breaks:
-  train.py:7 in u0: print(x)
-    no print""",
-    )
-
-
-def test_text_with_details_has_a_row_for_every_unit() -> None:
+    """Rows of the step and of its collectives, what to change first, and graph breaks."""
     explanation = _explanation()
-    lines = explanation.text(details=True).splitlines()
-    assert len(lines) == len(str(explanation).splitlines()) + 10
-    assert any(line.split()[:5] == ["u0", "forward", "2.000", "1.000", "1.000"] for line in lines)
-
-
-def test_text_of_a_deep_model_is_short() -> None:
+    lines = str(explanation).splitlines()
+    for line in (
+        "graph mode, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 1 graph break",
+        "flat parameters: 4.0 kB unsharded, 2.0 kB per rank, 80 B of padding",
+        "graph     compute   comm  bound   sim.  unsched.  exposed  measured  exposed"
+        "   sent    peak  budget",
+        "forward      8.00   7.00   9.00  10.00     15.00     2.00      5.00     2.00"
+        "  300 B  1.2 kB  1.0 GB",
+        "step        16.00  13.00  18.00  20.00     29.00     4.00      9.50     2.75"
+        "  600 B  1.2 kB  1.0 GB",
+        "backward reduce_scatter u3  1 over u1      2.000    0.000     0.500  100 B  hidden",
+        "2. forward all_gather of u3: 1.000 ms",
+        "   not planned: moving it by one unit would save 1.000 ms",
+        "  train.py:7 in u0: print(x)",
+        "    no print",
+        "  u1: x.size()[0] == 3",
+    ):
+        assert line in lines
+    detailed = explanation.text(details=True).splitlines()
+    assert len(detailed) == len(lines) + 10
+    assert any(
+        line.split()[:5] == ["u0", "forward", "2.000", "1.000", "1.000"] for line in detailed
+    )
     places: list[Place] = [(f"u{i}", "all_gather", 1.0, 0, i, i, i) for i in range(60)]
     graph = report_of(make_planned(*places, compute=(2.0,) * 60))
-    deep = replace(_explanation(), graphs=(graph,))
+    deep = replace(explanation, graphs=(graph,))
     assert "... and 36 that are less exposed" in str(deep)
     assert len(str(deep).splitlines()) < 60 < len(deep.text(details=True).splitlines())
 
@@ -202,14 +184,8 @@ def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _explanation().save_picture(path)
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert path.stat().st_size > 5000
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(FSDPError, match=r"save_picture: expected matplotlib .* save_trace"):
         _explanation().save_picture(path)
 
@@ -232,17 +208,7 @@ class Noisy(Block):
 def _model() -> Any:
     model = make_transformer(num_blocks=0, dim=32)
     model.blocks.extend(Noisy(32) for _ in range(2))
-    from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-
-    return wrap(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-
-
-def _compiled(wrapped: Any, mode: str) -> Any:
-    if mode == "plain":
-        return wrapped
-    if mode == "hooks":
-        return torch.compile(wrapped, backend="aot_eager")
-    return torch.compile(wrapped, fullgraph=True, backend=mode)
+    return wrap(model)
 
 
 def _state(wrapped: Any) -> list[torch.Tensor]:
@@ -250,64 +216,61 @@ def _state(wrapped: Any) -> list[torch.Tensor]:
     return [*grads, *(b.clone() for b in wrapped.buffers()), torch.get_rng_state()]
 
 
-def _explained(rank: int, world_size: int, mode: str) -> Any:
-    """The explanation, whether all is as before, and collectives of a step of the model itself."""
+def _explained(rank: int, mode: str) -> Explanation:
+    """The explanation, which changes nothing, and tells of the collectives of a step."""
     wrapped = _model()
-    model = _compiled(wrapped, mode)
+    model = in_mode(wrapped, mode)
     loss_of(model, batch(rank, 0)).backward()
     holders = [p.grad for p in wrapped.parameters()]
     before = _state(wrapped)
     found = explain(model, batch(rank, 0), loss_fn=lambda out: out.float().square().mean())
-    unchanged = all(torch.equal(a, b) for a, b in zip(before, _state(wrapped), strict=True))
-    same = all(a is b for a, b in zip(holders, (p.grad for p in wrapped.parameters()), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, _state(wrapped), strict=True))
+    assert all(a is b for a, b in zip(holders, (p.grad for p in wrapped.parameters()), strict=True))
+    assert wrapped.training
     with record_events() as log:
         loss_of(model, batch(rank, 0)).backward()
-    keys = sorted(log.keys("all_gather", "reduce_scatter"))
-    return found, unchanged and same and wrapped.training, keys
+    measured = [(m.kind, m.unit, m.phase) for m in found.measured if m.is_collective]
+    assert sorted(measured) == sorted(log.keys("all_gather", "reduce_scatter"))
+    _check_trace(found)
+    return found
 
 
-@pytest.mark.parametrize(
-    "mode", ["fsdp_dynamo_aot_eager", pytest.param("fsdp_dynamo", marks=pytest.mark.slow)]
-)
-def test_graph_mode(ranks: RankPool, mode: str) -> None:
-    results = ranks.run(_explained, 2, mode)
-    for found, unchanged, keys in results:
-        assert unchanged
-        planned = [(t.kind, t.unit, g.phase) for g, t, _ in found.pairs()]
-        measured = [(m.kind, m.unit, m.phase) for m in found.measured if m.is_collective]
-        assert sorted(planned) == sorted(measured) == keys
-        assert all(event is not None for _, _, event in found.pairs())
-        assert (found.mode, found.backend, found.num_graphs) == ("graph", mode, 1)
-        assert [g.phase for g in found.graphs] == ["forward", "backward"]
-        for graph in found.graphs:
-            assert graph.exposed_ms >= 0
-            assert graph.bound_ms <= graph.simulated_ms + 1e-9
-            assert graph.peak_bytes
-            assert graph.peak_bytes > 0
-        assert [unit.unit for unit in found.units] == ["", "blocks.0", "blocks.1"]
-        assert not found.graph_breaks
-        _check_trace(found)
-        assert Explanation.from_json(found.to_json()) == found
-        assert "most exposed" in str(found)
-        batch_norm = "it writes to an input"
-        assert [found.compiled_alone[f"blocks.{i}"] for i in range(2)] == [batch_norm] * 2
-        alone = replace(found, compiled_alone={"blocks.1": "a shape is dynamic", "": "of none"})
-        assert "  blocks.1: a shape is dynamic\n  (root): of none" in alone.text(details=True)
-    plans = [[(t.unit, t.moved_steps, t.reason) for _, t, _ in r[0].pairs()] for r in results]
+@on_ranks(2)
+def test_graph_mode(rank: int) -> None:
+    found = _explained(rank, "graph")
+    planned = [(t.kind, t.unit, g.phase) for g, t, _ in found.pairs()]
+    measured = [(m.kind, m.unit, m.phase) for m in found.measured if m.is_collective]
+    assert sorted(planned) == sorted(measured)
+    assert all(event is not None for _, _, event in found.pairs())
+    assert (found.mode, found.backend) == ("graph", "fsdp_dynamo_aot_eager")
+    assert (found.num_graphs, found.graph_breaks) == (1, ())
+    assert [g.phase for g in found.graphs] == ["forward", "backward"]
+    for graph in found.graphs:
+        assert graph.exposed_ms >= 0
+        assert graph.bound_ms <= graph.simulated_ms + 1e-9
+        assert graph.peak_bytes
+        assert graph.peak_bytes > 0
+    assert [unit.unit for unit in found.units] == ["", "blocks.0", "blocks.1"]
+    assert Explanation.from_json(found.to_json()) == found
+    assert "most exposed" in str(found)
+    assert [found.compiled_alone[f"blocks.{i}"] for i in range(2)] == ["it writes to an input"] * 2
+    alone = replace(found, compiled_alone={"blocks.1": "a shape is dynamic", "": "of none"})
+    assert "  blocks.1: a shape is dynamic\n  (root): of none" in alone.text(details=True)
+    plans: list[Any] = [None, None]
+    plan = [(t.unit, t.moved_steps, t.reason) for _, t, _ in found.pairs()]
+    dist.all_gather_object(plans, plan)
     assert plans[0] == plans[1]
 
 
-def test_hooks_mode(ranks: RankPool) -> None:
-    for found, unchanged, keys in ranks.run(_explained, 2, "hooks"):
-        assert unchanged
-        assert (found.mode, found.graphs) == ("hooks", ())
-        measured = [(m.kind, m.unit, m.phase) for m in found.measured if m.is_collective]
-        assert sorted(measured) == keys
-        assert "so there is no plan" in str(found)
-        _check_trace(found)
+@on_ranks(2)
+def test_hooks_mode(rank: int) -> None:
+    found = _explained(rank, "hooks")
+    assert (found.mode, found.graphs) == ("hooks", ())
+    assert "so there is no plan" in str(found)
 
 
-def _options_and_errors(rank: int, world_size: int) -> tuple[int, str, list[str]]:
+@on_ranks(2)
+def test_options_and_errors(rank: int) -> None:
     wrapped = _model()
     tokens = batch(rank, 0)
     options = {
@@ -316,60 +279,46 @@ def _options_and_errors(rank: int, world_size: int) -> tuple[int, str, list[str]
         "device": {"flops_per_ms": 1e6, "bytes_per_ms": 1e6},
     }
     wrapped.eval()
-    found = explain(wrapped, tokens, options=options)
+    with record_events() as log:
+        found = explain(wrapped, tokens, options=options)
+    assert found.measured
+    assert log == []
+    assert (found.graphs[0].max_in_flight, found.backend) == (1, "fsdp_dynamo_aot_eager")
     assert not wrapped.training
     assert all(p.grad is None for p in wrapped.parameters())
-    texts = []
-    hooks = torch.compile(wrapped, backend="aot_eager")
+    hooks = in_mode(wrapped, "hooks")
     no_loss = {"loss_fn": lambda out: out}
-    for model, kwargs in ((make_transformer(), {}), (hooks, {"options": {}}), (wrapped, no_loss)):
-        with pytest.raises((FSDPValueError, FSDPTypeError)) as error:
-            explain(model, tokens, **kwargs)
-        texts.append(str(error.value))
+    with pytest.raises(FSDPValueError, match="expected a model with a unit, got none"):
+        explain(make_transformer(), tokens)
+    with pytest.raises(FSDPTypeError, match="expected no options in hooks mode"):
+        explain(hooks, tokens, options={})
+    with pytest.raises(FSDPValueError, match=r"loss_fn\(output\) to be a scalar"):
+        explain(wrapped, tokens, **no_loss)
     with torch.inference_mode(), pytest.raises(FSDPStateError, match="inference_mode"):
         explain(wrapped, tokens)
-    with record_events() as log:
-        assert explain(wrapped, tokens).measured
-    assert log == []
     wrapped.compile(backend="fsdp_dynamo_aot_eager")
     with pytest.raises(FSDPValueError, match="compiled before it was wrapped"):
         explain(wrapped, tokens)
-    return found.graphs[0].max_in_flight, found.backend, texts
 
 
-def test_options_and_errors(ranks: RankPool) -> None:
-    for max_in_flight, backend, (no_unit, no_options, no_loss) in ranks.run(_options_and_errors, 2):
-        assert (max_in_flight, backend) == (1, "fsdp_dynamo_aot_eager")
-        assert no_unit.startswith("explain(): expected a model with a unit, got none")
-        assert no_options.startswith("explain(): expected no options in hooks mode")
-        assert no_loss.startswith("explain(): expected loss_fn(output) to be a scalar tensor")
-
-
-def _within_accumulation(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether what no_sync() has summed is the same after an explanation on the hooks mode."""
+@on_ranks(2)
+def test_sums_of_no_sync_are_put_back(rank: int) -> None:
     wrapped = wrap(make_transformer(num_blocks=1))
     with wrapped.no_sync():
         loss_of(wrapped, batch(rank, 0)).backward()
     flats = [flat for unit in wrapped._fsdp_root.units for flat in unit.flats]
     sums = [flat.grad_sum.total for flat in flats]
-    assert all(one is not None for one in sums)
     before = [one.clone() for one in sums if one is not None]
     explain(torch.compile(wrapped, backend="eager"), batch(rank, 1))
-    after = [flat.grad_sum.total for flat in flats]
-    same = all(a is b for a, b in zip(sums, after, strict=True))
-    return same, all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if b is not None)
+    assert len(before) == len(flats)
+    for flat, total, value in zip(flats, sums, before, strict=True):
+        assert flat.grad_sum.total is total
+        assert torch.equal(total, value)
 
 
-def test_sums_of_no_sync_are_put_back(ranks: RankPool) -> None:
-    assert ranks.run(_within_accumulation, 2) == [(True, True)] * 2
-
-
-def _alone(rank: int, world_size: int) -> str:
-    return str(explain(wrap(make_transformer(num_blocks=1)), batch(rank, 0)))
-
-
-def test_one_rank_has_nothing_to_plan(ranks: RankPool) -> None:
-    (text,) = ranks.run(_alone, 1)
+@on_ranks(1)
+def test_one_rank_has_nothing_to_plan(rank: int) -> None:
+    text = str(explain(wrap(make_transformer(num_blocks=1)), batch(rank, 0)))
     assert "1 rank: 2 units, 1 graph" in text
     assert "no collectives in the graph: nothing to plan" in text
 

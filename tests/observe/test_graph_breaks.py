@@ -6,20 +6,19 @@ import bisect
 import gc
 import json
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from pool import RankPool
+from modes import MODES, in_mode
+from pool import on_ranks
 from torch import nn
 
 from fsdp_dynamo import FSDP, Explanation, explain
 from fsdp_dynamo.dynamo.artifacts import Artifact, Frame, record_artifacts
 from fsdp_dynamo.observe import training_step
-from fsdp_dynamo.observe.explanation import Cut
 from fsdp_dynamo.observe.training_step import GraphBreak, Recompile, graph_breaks_in, recompiles_in
 from fsdp_dynamo.wrap import unit_module
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -41,22 +40,18 @@ def _this_line() -> int:
     return 1 + next(i for i, line in enumerate(lines) if line.endswith("# this line"))
 
 
-def _explained(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Explanation, str]:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("mode", "unit"), [("hooks", "1"), ("graph", "")])
+@on_ranks(2)
+def test_a_break_is_shown_with_its_line(rank: int, mode: str, unit: str) -> None:
     model = FSDP(
         nn.Sequential(nn.Linear(4, 4), _Breaks()), auto_wrap_policy=ModuleWrapPolicy({_Breaks})
     )
-    found = explain(torch.compile(model, **options), torch.ones(2, 4))
-    return found, str(found)
-
-
-@pytest.mark.parametrize(("backend", "unit"), [("aot_eager", "1"), ("fsdp_dynamo_aot_eager", "")])
-def test_a_break_is_shown_with_its_line(ranks: RankPool, backend: str, unit: str) -> None:
-    for found, text in ranks.run(_explained, 2, {"backend": backend}):
-        assert [(one.line, one.unit) for one in found.graph_breaks] == [(_this_line(), unit)]
-        assert found.graph_breaks[0].code.startswith("torch._dynamo.graph_break()")
-        assert f"{__file__}:{_this_line()}" in text
-        assert Explanation.from_json(found.to_json()) == found
+    compiled = torch.compile(model, **{**MODES[mode], "fullgraph": False})
+    found = explain(compiled, torch.ones(2, 4))
+    assert [(one.line, one.unit) for one in found.graph_breaks] == [(_this_line(), unit)]
+    assert found.graph_breaks[0].code.startswith("torch._dynamo.graph_break()")
+    assert f"{__file__}:{_this_line()}" in str(found)
+    assert Explanation.from_json(found.to_json()) == found
 
 
 def test_a_recompile_is_shown_with_its_guard() -> None:
@@ -83,10 +78,8 @@ def test_texts_of_any_kind_are_read() -> None:
         "Graph Break Reason: one\n\nthe real one\n  Explanation:",
     ]
     found = graph_breaks_in(_artifact("dynamo_graph_break_reason", t) for t in [*texts, texts[0]])
-    assert found == (
-        GraphBreak("", 0, "", "nothing that is known", "layers.0"),
-        GraphBreak("", 0, "", "the real one", "layers.0"),
-    )
+    assert [one.reason for one in found] == ["nothing that is known", "the real one"]
+    assert found[0] == GraphBreak("", 0, "", "nothing that is known", "layers.0")
 
 
 def _broken(*frames: tuple[str, str], reason: str = "no print") -> Artifact:
@@ -113,7 +106,6 @@ LOOP, PRINT = ("train.py", "for b in blocks: x = b(x)"), ("model.py", "print(x)"
     [
         ([LOOP, CALL, OURS, LOOP, OURS, PRINT], PRINT),
         ([LOOP, CALL, PRINT, (torch.nn.__file__, "torch's own")], PRINT),
-        ([LOOP, CALL, PRINT, (json.encoder.__file__, "the library's")], PRINT),
         ([LOOP, CALL, OURS, LOOP, HOOKED], LOOP),
         ([LOOP, CALL, HOOKED], None),
         ([LOOP, CALL, OURS, LOOP, OURS, (json.encoder.__file__, "of ours")], None),
@@ -153,22 +145,6 @@ def test_what_another_backend_compiled_is_no_recompile() -> None:
     assert recompiles_in(made[1:]) == ()
 
 
-def test_the_text_names_both() -> None:
-    nothing = Explanation("hooks", "b", "cpu", 2, (), 0, (), (), ())
-    found = replace(
-        nothing,
-        graph_breaks=(GraphBreak("train.py", 7, "print(x)", "no print", "layers.0"),),
-        recompiles=(Recompile("layers.1", "x.size()[0] == 3"),),
-        cuts=(Cut(1.0, 40.0), Cut(2.0, 2.0)),
-    )
-    lines = str(found).splitlines()
-    assert lines[0].endswith("0 graphs, 1 graph break")
-    assert "compiled in the step: 42 ms, which are left out" in lines
-    assert "  train.py:7 in layers.0: print(x)" in lines
-    assert "    no print" in lines
-    assert "  layers.1: x.size()[0] == 3" in lines
-
-
 class _Counts(nn.Module):
     """Recompiled in the first steps: its number becomes a symbol when it has changed."""
 
@@ -182,66 +158,46 @@ class _Counts(nn.Module):
         return self.linear(x) * self.calls
 
 
-def _explained_twice(
-    rank: int, world_size: int, options: dict[str, Any] | None
-) -> list[Explanation]:
-    """Before and after training, with code of the model's own and another backend's beside it."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize("mode", ["hooks", "graph"])
+@on_ranks(2)
+def test_a_step_that_compiles_is_not_measured(rank: int, mode: str) -> None:
+    """Before and after training, with another backend's code of the model beside its own."""
     model = FSDP(_Counts())
-    compiled = model if options is None else torch.compile(model, **options)
-    found = [explain(compiled, torch.ones(2, 4))]
+    compiled = in_mode(model, mode)
+    explanations = [explain(compiled, torch.ones(2, 4))]
     for _ in range(3):
         compiled(torch.ones(2, 4)).sum().backward()
         torch.compile(model, backend="eager")(torch.ones(2, 4)).sum().backward()
-    return [*found, explain(compiled, torch.ones(2, 4))]
+    explanations.append(explain(compiled, torch.ones(2, 4)))
+    for found in explanations:
+        assert (found.num_graphs, found.graph_breaks, found.cuts) == (1, (), ())
+        assert sum(event.is_collective for event in found.measured) >= 2
+        assert len(found.graphs) == (0 if mode == "hooks" else 2)
+    guards = [one.guard.partition(" == ")[0][-6:] for one in explanations[0].recompiles]
+    assert guards in ([], [".calls"])
 
 
-MODES = {
-    "hooks": {"backend": "aot_eager"},
-    "graph": {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True},
-    "uncompiled": None,
-}
-
-
-@pytest.mark.parametrize("mode", list(MODES))
-def test_a_step_that_compiles_is_not_measured(ranks: RankPool, mode: str) -> None:
-    for before, after in ranks.run(_explained_twice, 2, MODES[mode]):
-        for found in (before, after):
-            assert (found.num_graphs, found.graph_breaks, found.cuts) == (1, (), ())
-            assert sum(event.is_collective for event in found.measured) >= 2
-            assert len(found.graphs) == (0 if mode == "hooks" else 2)
-        assert [one.guard.partition(" == ")[0][-6:] for one in before.recompiles] in (
-            [],
-            [".calls"],
-        )
-
-
-def _never_compiled(rank: int, world_size: int) -> Explanation:
-    model = FSDP(nn.Sequential(nn.Linear(4, 4), _Breaks()))
-    compiled = torch.compile(model, backend="aot_eager")
-
+@on_ranks(2)
+def test_where_every_step_compiles_it_is_said(rank: int) -> None:
     def loss(output: torch.Tensor) -> torch.Tensor:
         torch.compiler.reset()  # each backward, and the next forward, compile again
         return output.sum()
 
-    return explain(compiled, torch.ones(2, 4), loss_fn=loss)
+    compiled = in_mode(FSDP(nn.Sequential(nn.Linear(4, 4), _Breaks())), "hooks")
+    found = explain(compiled, torch.ones(2, 4), loss_fn=loss)
+    left_out = sum(cut.ms for cut in found.cuts)
+    assert left_out > 0
+    assert f"compiled in the step: {left_out:.0f} ms, which are left out" in str(found)
 
 
-def test_where_every_step_compiles_it_is_said(ranks: RankPool) -> None:
-    for found in ranks.run(_never_compiled, 2):
-        left_out = sum(cut.ms for cut in found.cuts)
-        assert left_out > 0
-        assert f"compiled in the step: {left_out:.0f} ms, which are left out" in str(found)
-
-
-def _trained(backend: str, limit: int, explains: bool) -> list[Explanation] | None:
+def _trained(limit: int, explains: bool) -> list[Explanation] | None:
     """Train with three sizes, perhaps explain in between; ``None``: Dynamo's limit is too low."""
     torch.compiler.reset()
-    layers = nn.Sequential(nn.Linear(4, 4), _Breaks(), _Breaks())  # one breaks in code of its class
+    layers = nn.Sequential(nn.Linear(4, 4), _Breaks())  # it breaks in code of its class
     model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, _Breaks}))
-    compiled = torch.compile(model, backend=backend, dynamic=False)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
     compiled(torch.ones(2, 4)).sum().backward()
-    found = [explain(compiled, torch.ones(n, 4)) for n in (2, 3, 2, 2)] if explains else []
+    found = [explain(compiled, torch.ones(n, 4)) for n in (2, 3, 2)] if explains else []
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=limit):
         try:
             for rows in (3, 4):
@@ -251,13 +207,11 @@ def _trained(backend: str, limit: int, explains: bool) -> list[Explanation] | No
     return found
 
 
-def _beside_training(rank: int, world_size: int, backend: str) -> tuple[list[int], bool, int]:
-    """Recompiles for sizes, whether the graphs are as many, and how many backends stay."""
+@on_ranks(2)
+def test_an_explanation_leaves_nothing(rank: int) -> None:
+    """Neither recompiles for its sizes, nor its backend."""
     limits = range(1, 12)
-    enough = bisect.bisect_left(
-        limits, True, key=lambda n: _trained(backend, n, explains=False) is not None
-    )
-    limit = limits[enough]
+    enough = bisect.bisect_left(limits, True, key=lambda n: _trained(n, explains=False) is not None)
     made = []
 
     def note(*arguments: Any) -> Any:
@@ -267,17 +221,9 @@ def _beside_training(rank: int, world_size: int, backend: str) -> tuple[list[int
 
     real = training_step.OwnBackend
     with mock.patch.object(training_step, "OwnBackend", note):
-        found = _trained(backend, limit, explains=True)
+        found = _trained(limits[enough], explains=True)
     assert found is not None, "explanations have used up the limit"
     gc.collect()
-    sizes = [sum("size" in one.guard for one in each.recompiles) for each in found]
-    same_graphs = len({one.num_graphs for one in found}) == 1
-    return sizes, same_graphs, sum(backend() is not None for backend in made)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "fsdp_dynamo_aot_eager"])
-def test_an_explanation_leaves_nothing(ranks: RankPool, backend: str) -> None:
-    for sizes, same_graphs, stays in ranks.run(_beside_training, 2, backend):
-        assert len(set(sizes)) == 1, "some are of an explanation before"
-        assert same_graphs
-        assert not stays or backend != "aot_eager"  # in graph mode Dynamo keeps broken ones
+    assert len({sum("size" in one.guard for one in each.recompiles) for each in found}) == 1
+    assert len({one.num_graphs for one in found}) == 1
+    assert [backend() for backend in made] == [None] * len(made)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 import torch
 from modes import in_mode
-from pool import RankPool, on_ranks
+from pool import on_ranks
 from torch import nn
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
@@ -32,13 +32,8 @@ from fsdp_dynamo import (
 from fsdp_dynamo.dynamo.artifacts import Compilation, record_compilations
 from fsdp_dynamo.events import COLLECTIVE_KINDS, Event, EventLog, Kind, Model, Step
 from fsdp_dynamo.graph_mode import graph_recording
-from fsdp_dynamo.observe.explain import (
-    RecordedStep,
-    recorded_step,
-    reports_of,
-    steps_in,
-)
-from fsdp_dynamo.observe.explanation import Cut, MeasuredEvent, StepReport
+from fsdp_dynamo.observe.explain import recorded_step, reports_of, steps_in
+from fsdp_dynamo.observe.explanation import Cut, StepReport
 from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -150,8 +145,7 @@ class _Net(nn.Module):
         return x
 
 
-COMPILED: dict[str, dict[str, Any] | None] = {
-    "eager": None,
+COMPILED: dict[str, dict[str, Any]] = {
     "hooks": {"backend": "aot_eager"},
     "graph": {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True, "dynamic": False},
 }
@@ -160,8 +154,7 @@ COMPILED: dict[str, dict[str, Any] | None] = {
 def _made(mode: str, num_blocks: int) -> Any:
     torch.manual_seed(0)
     model = FSDP(_Net(num_blocks), auto_wrap_policy=ModuleWrapPolicy({_Block}))
-    options = COMPILED[mode]
-    return model if options is None else torch.compile(model, **options)
+    return torch.compile(model, **COMPILED[mode])
 
 
 def _step_of(*models: Any, rows: int = 4) -> None:
@@ -178,10 +171,9 @@ def _evaluate(model: Any) -> None:
 
 def _before(small: Any, large: Any) -> list[Callable[[], object]]:
     """What people do before a step that they look at: each is in the recording, and not of it."""
-    wrapped = getattr(small, "_orig_mod", small)
 
     def accumulate() -> None:
-        with wrapped.no_sync():
+        with small.no_sync():
             _step_of(small)
         _step_of(small)
 
@@ -191,14 +183,14 @@ def _before(small: Any, large: Any) -> list[Callable[[], object]]:
         lambda: _step_of(large),
         lambda: _step_of(small, large),
         lambda: _evaluate(large),
-        lambda: wrapped.state_dict(),
+        lambda: small._orig_mod.state_dict(),
         accumulate,
         lambda: [_evaluate(small) for _ in range(3)],
     ]
 
 
-def _page(folder: str) -> dict[str, Any]:
-    text = (Path(folder) / "index.html").read_text()
+def _page(folder: Path) -> dict[str, Any]:
+    text = (folder / "index.html").read_text()
     data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
     assert data
     found: dict[str, Any] = json.loads(data[1])
@@ -216,57 +208,10 @@ def _keys(log: EventLog) -> _Keys:
     )
 
 
-def _seen(rank: int, world_size: int, mode: str, folder: str) -> dict[str, Any]:
-    """A step of a model of two blocks after others, as every tool tells it."""
-    own = str(Path(folder) / str(rank))
-    small, large = _made(mode, 2), _made(mode, 3)
-    if mode == "eager":  # something must be compiled
-        large = torch.compile(large, **COMPILED["graph"])
-    with inspect_graphs(own, rank=None):
-        with record_plans() as plans:
-            _step_of(small)
-        for before in _before(small, large):
-            before()
-        with record_events() as log:
-            _step_of(small)
-    page = _page(f"{own}/rank{rank}")
-    found: dict[str, Any] = {"page": page, "events": _keys(log)}
-    graphs = reports_of(plans, recorded_step(log, []))
-    assert reports_of(plans, recorded_step([*log, *log], [])) == tuple(
-        g for g in graphs for _ in "ab"
-    )
-    report = StepReport("hooks", "", "", 2, (), 0, (), graphs, ())
-    found["simulated"] = [bar.name for bar in simulated_bars(report)]
-    explained = explain(small, torch.ones(4, 8), loss_fn=lambda y: y.square().mean())
-    found["explained"] = Counter((e.kind, e.unit, e.phase) for e in explained.measured)
-    drawn = [e for e in trace_events(explained) if e["ph"] == "X" and e["pid"] == 2]
-    found["trace"] = Counter(e["name"] for e in drawn)
-    if mode != "eager":
-        found["planned"] = [bar.name for bar in simulated_bars(explained)]
-    with profile() as profiler:
-        _step_of(small)
-    found["profiler"] = Counter(e.name for e in profiler.events() if e.name.startswith("FSDP::"))
-    return found
-
-
 def _names(page: dict[str, Any], title: str) -> list[str]:
     """Names of a page's bars in a timeline; none without it."""
     bars = [bar for side in page["timeline"] if side["title"] == title for bar in side["bars"]]
     return [bar["name"] for bar in bars]
-
-
-def _wrong_on(page: dict[str, Any], events: _Keys, model: str = "") -> list[str]:
-    """What a page tells of a model's step that its events do not."""
-    names = Counter(
-        f"{kind if kind in COLLECTIVE_KINDS else phase} {unit}"
-        for kind, unit, phase in events.elements()
-    )
-    wrong = []
-    if Counter(_names(page, f"{model} measured".strip())) != names:
-        wrong.append("measured")
-    if _gathers(Counter(_names(page, f"{model} simulated".strip()))) != _gathers(names):
-        wrong.append("simulated")
-    return wrong
 
 
 def _gathers(names: Counter[str]) -> dict[str, int]:
@@ -274,67 +219,51 @@ def _gathers(names: Counter[str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mode", list(COMPILED))
-def test_all_tools_tell_of_the_same_step(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    for found in ranks.run(_seen, 2, mode, str(tmp_path)):
-        without_plan = [] if mode == "graph" else ["simulated"]
-        assert _wrong_on(found["page"], found["events"], "_Net") == without_plan
-        if mode != "eager":
-            assert found["explained"] == found["events"]
-            measured = _names(found["page"], "_Net measured")
-            assert found["trace"] == Counter(name.strip() for name in measured)
-        for (kind, unit, _), count in found["events"].items():
-            if kind in COLLECTIVE_KINDS:
-                of_unit = [c for (k, u, _), c in found["events"].items() if (k, u) == (kind, unit)]
-                assert found["profiler"][f"FSDP::{kind} {unit or '(root)'}"] == sum(of_unit), count
-        if mode == "graph":
-            simulated = _names(found["page"], "_Net simulated")
-            assert simulated == found["simulated"] == found["planned"]
-        notes = [side["note"] for side in found["page"]["timeline"] if "measured" in side["title"]]
-        assert notes[0] == "The last of 6 recorded steps with a backward."
-        assert notes[1].startswith("The last of 2 recorded steps with a backward")
+@on_ranks(2)
+def test_all_tools_tell_of_the_same_step(rank: int, tmp_path: Path, mode: str) -> None:
+    """A step of a model of two blocks after others: its events, and what every tool says."""
+    small, large = _made(mode, 2), _made(mode, 3)
+    with inspect_graphs(tmp_path, rank=None):
+        with record_plans() as plans:
+            _step_of(small)
+        for before in _before(small, large):
+            before()
+        with record_events() as log:
+            _step_of(small)
+    page, expected = _page(tmp_path / f"rank{rank}"), _keys(log)
+    names = Counter(
+        f"{kind if kind in COLLECTIVE_KINDS else phase} {unit}"
+        for kind, unit, phase in expected.elements()
+    )
+    measured, simulated = (_names(page, f"_Net {side}") for side in ("measured", "simulated"))
+    assert Counter(measured) == names
+    notes = [side["note"] for side in page["timeline"] if "measured" in side["title"]]
+    assert notes[0] == "The last of 6 recorded steps with a backward."
+    assert notes[1].startswith("The last of 2 recorded steps with a backward")
 
+    explained = explain(small, torch.ones(4, 8), loss_fn=lambda y: y.square().mean())
+    assert Counter((e.kind, e.unit, e.phase) for e in explained.measured) == expected
+    drawn = [e for e in trace_events(explained) if e["ph"] == "X" and e["pid"] == 2]
+    assert Counter(e["name"] for e in drawn) == Counter(name.strip() for name in measured)
 
-def _counted_wrong(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
-    """By fault, what is wrong on the page of a step after an evaluation and another shape."""
-    model, all_steps = _made("graph", 2), events.current_step
+    graphs = reports_of(plans, recorded_step(log, []))
+    twice = reports_of(plans, recorded_step([*log, *log], []))
+    assert twice == tuple(graph for graph in graphs for _ in range(2))
+    if mode == "graph":
+        report = StepReport("hooks", "", "", 2, (), 0, (), graphs, ())
+        assert _gathers(Counter(simulated)) == _gathers(names)
+        assert simulated == [bar.name for bar in simulated_bars(report)]
+        assert simulated == [bar.name for bar in simulated_bars(explained)]
 
-    def of_the_first_step() -> Step | None:
-        return steps.setdefault("first", all_steps())
-
-    def graphs_of_all(_step: RecordedStep) -> Counter[str]:
-        return Counter(planned.plan.short_digest for planned in plans)
-
-    def all_but_the_last(step: RecordedStep) -> tuple[MeasuredEvent, ...]:
-        return measured(step)[:-1]
-
-    measured = RecordedStep.measured
-    faults = {
-        "none": mock.patch.object(events, "current_step", all_steps),
-        "steps": mock.patch.object(events, "current_step", of_the_first_step),
-        "plans": mock.patch.object(RecordedStep, "graphs", property(graphs_of_all)),
-        "events": mock.patch.object(RecordedStep, "measured", all_but_the_last),
-    }
-    wrong = {}
-    for name, fault in faults.items():
-        steps: dict[str, Step | None] = {}
-        torch.compiler.reset()
-        with fault, record_plans() as plans, inspect_graphs(f"{folder}/{name}{rank}", rank=rank):
-            _step_of(model, rows=6)
-            _evaluate(model)
-            with record_events() as log:
-                _step_of(model)
-        wrong[name] = _wrong_on(_page(f"{folder}/{name}{rank}"), _keys(log))
-    return wrong
-
-
-def test_wrong_counts_are_noticed(ranks: RankPool, tmp_path: Path) -> None:
-    for wrong in ranks.run(_counted_wrong, 2, str(tmp_path)):
-        assert wrong == {
-            "none": [],
-            "steps": ["measured", "simulated"],
-            "plans": ["simulated"],
-            "events": ["measured"],
-        }
+    with profile() as profiler:
+        _step_of(small)
+    counted = Counter(e.name for e in profiler.events() if e.name.startswith("FSDP::"))
+    by_unit: Counter[tuple[str, str]] = Counter()
+    for (kind, unit, _), count in expected.items():
+        if kind in COLLECTIVE_KINDS:
+            by_unit[kind, unit] += count
+    for (kind, unit), count in by_unit.items():
+        assert counted[f"FSDP::{kind} {unit or '(root)'}"] == count
 
 
 class _Twice(_Net):
@@ -342,10 +271,20 @@ class _Twice(_Net):
         return self(self(x))
 
 
-def _steps_of(rank: int, world_size: int, mode: str) -> dict[str, list[_Keys]]:
-    """By what is done, the collectives of each step that comes of it."""
+def _collectives_of(log: EventLog) -> list[Counter[str]]:
+    """Of each step of the model in a recording."""
+    (steps,) = steps_in(log, []).values()
+    return [Counter(e.kind for e in one.events if e.kind in COLLECTIVE_KINDS) for one in steps]
+
+
+def _fail(grad: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("a hook")
+
+
+@pytest.mark.parametrize("mode", list(COMPILED))
+@on_ranks(2)
+def test_what_belongs_to_a_step(rank: int, mode: str) -> None:
     model = _made(mode, 2)
-    wrapped = getattr(model, "_orig_mod", model)
     x = torch.ones(4, 8)
 
     def failing() -> None:
@@ -361,7 +300,7 @@ def _steps_of(rank: int, world_size: int, mode: str) -> dict[str, list[_Keys]]:
     def of_inputs() -> None:
         given = x.clone().requires_grad_()
         torch.autograd.grad(model(given).sum(), given)
-        wrapped.state_dict()
+        model._orig_mod.state_dict()
 
     def of_two() -> None:
         (model(x) + model(2 * x)).sum().backward()
@@ -370,36 +309,23 @@ def _steps_of(rank: int, world_size: int, mode: str) -> dict[str, list[_Keys]]:
     for done in (failing, recomputed, of_inputs, of_two):
         with record_events() as log:
             done()
-        (of_model,) = steps_in(log, []).values()
-        found[done.__name__] = [
-            Counter(e.kind for e in step.events if e.kind in COLLECTIVE_KINDS) for step in of_model
-        ]
+        found[done.__name__] = _collectives_of(log)
         lost = [e.kind for e in log if e.step is None and e.kind == "reduce_scatter"]
         assert not lost, done.__name__
-        wrapped.zero_grad()
-    return found
+        model.zero_grad()
+    first, after = found["failing"]
+    assert "reduce_scatter" not in first
+    assert after == {"all_gather": 5, "reduce_scatter": 3}
+    (again,) = found["recomputed"]
+    assert again["reduce_scatter"] == 3
+    (inputs,) = found["of_inputs"]
+    assert ("reduce_scatter" in inputs) is (mode == "graph"), "its backward is one graph"
+    assert [step["reduce_scatter"] > 0 for step in found["of_two"]][1]
 
 
-def _fail(grad: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("a hook")
-
-
-@pytest.mark.parametrize("mode", list(COMPILED))
-def test_what_belongs_to_a_step(ranks: RankPool, mode: str) -> None:
-    for found in ranks.run(_steps_of, 2, mode):
-        first, after = found["failing"]
-        assert "reduce_scatter" not in first
-        assert after == {"all_gather": 5, "reduce_scatter": 3}
-        (recomputed,) = found["recomputed"]
-        assert recomputed["reduce_scatter"] == 3
-        (of_inputs,) = found["of_inputs"]
-        assert ("reduce_scatter" in of_inputs) is (mode == "graph"), "its backward is one graph"
-        assert [step["reduce_scatter"] > 0 for step in found["of_two"]][1]
-
-
-def _by_hand(rank: int, world_size: int) -> list[_Keys]:
-    """Steps in which the reductions come behind the backward, and a method that calls forwards."""
-    torch.manual_seed(0)
+@on_ranks(2)
+def test_reductions_behind_a_backward_are_of_its_step(rank: int) -> None:
+    """And so are the forwards that a method calls."""
     model = _Twice(2)
     fully_shard(model, policy=ModuleWrapPolicy({_Block}))
     register_fsdp_forward_method(model, "twice")
@@ -408,15 +334,10 @@ def _by_hand(rank: int, world_size: int) -> list[_Keys]:
         with model.no_sync():
             _step_of(model)
         model.clip_grad_norm_(1.0)
-    (of_model,) = steps_in(log, []).values()
-    return [Counter(e.kind for e in step.events if e.kind in COLLECTIVE_KINDS) for step in of_model]
-
-
-def test_reductions_behind_a_backward_are_of_its_step(ranks: RankPool) -> None:
-    for twice, accumulated in ranks.run(_by_hand, 2):
-        assert twice["reduce_scatter"] == 3
-        assert twice["all_gather"] >= 6
-        assert accumulated["reduce_scatter"] == 3
+    twice, accumulated = _collectives_of(log)
+    assert twice["reduce_scatter"] == 3
+    assert twice["all_gather"] >= 6
+    assert accumulated["reduce_scatter"] == 3
 
 
 def test_an_inner_recording_is_read_while_it_is_open() -> None:
@@ -443,24 +364,18 @@ def test_an_inner_recording_is_read_while_it_is_open() -> None:
             assert inner[0].issued_ns == 7
 
 
-def _first_compute(rank: int, world_size: int) -> tuple[float, float]:
-    """Length of all compute of a backward, and of a pause before it."""
-    import time
-
+@on_ranks(2)
+def test_compute_before_the_first_collective_begins_with_the_graph(rank: int) -> None:
+    """A pause before the backward is no compute of it."""
     model = _made("graph", 2)
     _step_of(model)
     loss = model(torch.ones(4, 8)).square().mean()
     with record_events() as log:
-        begin = time.perf_counter_ns()
+        begin_ns = time.perf_counter_ns()
         time.sleep(0.2)
         loss.backward()
     assert isinstance(graph_recording.current(), graph_recording.NoRecording)
-    return min(e.issued_ns for e in log) - begin, 0.2e9
-
-
-def test_compute_before_the_first_collective_begins_with_the_graph(ranks: RankPool) -> None:
-    for begun, paused in ranks.run(_first_compute, 2):
-        assert begun >= paused
+    assert min(e.issued_ns for e in log) - begin_ns >= 0.2e9
 
 
 @on_ranks(2)
