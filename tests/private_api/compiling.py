@@ -1,4 +1,4 @@
-"""What tests of the compilers share: graphs of a function, and a product that is compiled."""
+"""What tests of the compilers share: partitions, settings, and a product that is compiled."""
 
 from __future__ import annotations
 
@@ -23,23 +23,6 @@ def boxed(gm: fx.GraphModule) -> Callable[..., Any]:
     from functorch.compile import make_boxed_func
 
     return make_boxed_func(gm.forward)  # type: ignore[no-any-return]
-
-
-def graphs_of(function: Callable[..., Any], *inputs: torch.Tensor) -> list[fx.Graph]:
-    """AOTAutograd's graphs of a function, and of its backward if an input requires a gradient."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs: list[fx.Graph] = []
-
-    def compile_(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        graphs.append(gm.graph)
-        return boxed(gm)
-
-    backend = aot_autograd(fw_compiler=compile_, partition_fn=partition)
-    output = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
-    if output.requires_grad:
-        output.sum().backward()
-    return graphs
 
 
 def with_settings(settings: dict[str, Any], inner: Callable[..., Any] | None = None) -> Any:

@@ -8,22 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import boxed, graphs_of, partition
+from compiling import boxed, partition
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 pytestmark = pytest.mark.usefixtures("fresh", "cache")
-
-
-@pytest.mark.private(
-    "tangents",
-    need="the names of a backward graph's inputs; nothing else says that it is one",
-    instead="note in GraphModule.meta, where the partition is made, which graph is the backward",
-)
-def test_inputs_of_a_backward_graph_are_tangents() -> None:
-    forward, backward = graphs_of(torch.sin, torch.ones(2, requires_grad=True))
-    assert not any("tangents" in node.name for node in forward.find_nodes(op="placeholder"))
-    assert any("tangents" in node.name for node in backward.find_nodes(op="placeholder"))
 
 
 @pytest.mark.private(
@@ -81,41 +70,6 @@ def test_a_backward_may_free_what_was_saved() -> None:
     x, y, z = torch.rand(2, 3), torch.rand(3, 4), torch.rand(4, 5, requires_grad=True)
     compiled(x, y, z).sum().backward()
     assert alive == [True, False]
-
-
-@pytest.mark.private(
-    "torch.ops.higher_order.invoke_subgraph.gen_schema",
-    need="replaced while compiling: torch traces a region's body again at each of its calls",
-    instead="compile without the replacement, which takes longer for a model of many equal units",
-)
-def test_a_regions_schema_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = torch.ops.higher_order.invoke_subgraph
-    find = operator.gen_schema
-    asked: list[Any] = []
-    known: dict[Any, Any] = {}
-
-    def find_once(subgraph: Any, identifier: Any, *operands: Any) -> Any:
-        key = (id(subgraph), identifier, *map(type, operands))
-        asked.append(key)
-        if key not in known:
-            known[key] = (find(subgraph, identifier, *operands), subgraph)
-        return known[key][0]
-
-    @torch.compiler.nested_compile_region
-    def region(x: torch.Tensor) -> torch.Tensor:
-        return x.sin()
-
-    x = torch.ones(2, requires_grad=True)
-    with monkeypatch.context() as replaced:
-        replaced.setitem(vars(operator), "gen_schema", find_once)
-        graphs_of(lambda x: region(region(region(x))), x)
-    assert "gen_schema" not in vars(operator)
-    other = torch.ones(2, requires_grad=True)
-    other.sin().sin().sin().sum().backward()
-    assert x.grad is not None
-    assert other.grad is not None
-    torch.testing.assert_close(x.grad, other.grad)
-    assert len(asked) > len(known) > 0  # else the replacement is not needed any more
 
 
 @pytest.mark.private(

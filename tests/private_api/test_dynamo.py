@@ -82,32 +82,6 @@ def test_a_trace_has_an_object_of_its_own() -> None:
 
 
 @pytest.mark.private(
-    "torch._guards.TracingContext.extract_stack",
-    need="whether a nested unit's call is the frame that is compiled, and so no leaf of a graph",
-    instead="InstructionTranslator.current_tx().f_code, compared with the code of the unit's call",
-)
-def test_the_stack_of_a_frame_of_its_own_is_one_deep() -> None:
-    from torch._guards import TracingContext
-
-    depths: list[int] = []
-
-    @torch.compiler.assume_constant_result
-    def look() -> int:
-        depths.append(len(TracingContext.extract_stack()))
-        return 1
-
-    class Unit(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * look()
-
-    unit = Unit()
-    torch._dynamo.optimize(backend=Recorder())(unit.forward)(X)
-    assert depths == [1]
-    torch._dynamo.optimize(backend=Recorder())(lambda x: unit(x) + 1)(X)
-    assert depths[1] > 1
-
-
-@pytest.mark.private(
     "torch._dynamo.eval_frame.skip_code",
     need="a frame that chooses the code object of the next one, so that each state of accumulation "
     "has Dynamo's limit of graphs for itself; torch.compiler.disable would refuse to be traced",
@@ -166,26 +140,6 @@ def test_a_backend_and_its_compiled_code_can_be_let_go() -> None:
 
 
 @pytest.mark.private(
-    "torch._dynamo.trace_rules.check",
-    need="whether Dynamo skips a module's own frame, as it does those of torch.nn: such a module "
-    "gets a frame in between",
-    instead="a frame in between for every module; or for those whose class is defined in torch.nn",
-)
-def test_frames_of_torch_are_skipped() -> None:
-    from torch._dynamo import trace_rules
-
-    for module in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.LayerNorm(2)):
-        assert trace_rules.check(module.forward)
-    assert not trace_rules.check(Double().forward)
-
-    backend = Recorder()
-    torch._dynamo.optimize(backend=backend)(nn.Linear(2, 2).__call__)(X)
-    assert not backend.graphs
-    torch._dynamo.optimize(backend=backend)(Double().__call__)(X)
-    assert len(backend.graphs) == 1
-
-
-@pytest.mark.private(
     "torch._dynamo.callback.callback_handler",
     need="ranks that wait keep waiting while this one compiles; nothing public tells of it",
     instead="a rank is busy while one of our backends runs, which misses the tracing before it",
@@ -222,34 +176,6 @@ def test_compilations_begin_and_end_with_callbacks() -> None:
 
 
 @pytest.mark.private(
-    "torch._dynamo.callback.CallbackArgs",
-    "torch._dynamo.callback.CallbackTrigger",
-    need="which compilation begins: progress says whether a function is compiled anew",
-    instead="the log of recompiles, counted by a handler",
-)
-def test_a_callback_is_told_which_compilation_it_is() -> None:
-    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
-
-    told: list[tuple[bool, str]] = []
-
-    def begin(args: CallbackArgs) -> None:
-        is_forward = args.callback_trigger is CallbackTrigger.DYNAMO
-        told.append((is_forward, args.compile_id.rpartition("/")[2]))
-
-    callback_handler.register_start_callback(begin)
-    model = Double()
-    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
-    for length in (1, 3):
-        output = compiled(torch.ones(length, 2))
-        assert told[-1][0]
-        output.sum().backward()
-        assert not told[-1][0]
-    assert [number for is_forward, number in told if is_forward] == ["0", "1"]
-    torch.compile(_plus_one, backend="eager")(X)
-    assert told[-1] == (True, "0")
-
-
-@pytest.mark.private(
     "Module._is_fsdp_managed_module",
     need="parameters read afresh at each call, as they are views of this step's memory; by default "
     "Dynamo does so for all modules, with freezing for these only",
@@ -272,46 +198,6 @@ def test_parameters_are_read_afresh(freezes: bool) -> None:
         output.sum().backward()
         assert torch.equal(flat.grad, torch.full((4,), 2.0))
     assert len(backend.graphs) == 1
-
-
-@pytest.mark.private(
-    "torch._dynamo.mark_dynamic",
-    need="kernels of messages are compiled once for any number of blocks, and for a block's width",
-    instead="``dynamic=True``: the width is no constant of the code, which takes twice as long",
-)
-def test_one_dimension_is_dynamic() -> None:
-    recorder = Recorder()
-    compiled = torch.compile(lambda x: x * 2, backend=recorder)
-    for rows in (4, 6):
-        x = torch.ones(rows, 3)
-        torch._dynamo.mark_dynamic(x, 0)
-        compiled(x)
-    (gm,) = recorder.graphs
-    (given,) = (
-        node.meta["example_value"]
-        for node in gm.graph.nodes
-        if isinstance(node.meta.get("example_value"), torch.Tensor) and node.op == "placeholder"
-    )
-    assert [isinstance(size, int) for size in given.shape] == [False, True]
-
-
-@pytest.mark.private(
-    "torch._C._set_grad_enabled",
-    need="where a region without gradients begins and ends in a graph of Dynamo's: a segment is "
-    "compiled in the grad mode in which it begins",
-    instead="the mode seen at every leaf while Dynamo traces, as one of its arguments",
-)
-def test_a_change_of_the_grad_mode_is_a_node() -> None:
-    def region(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            y = x.sin()
-        return x * y
-
-    recorder = Recorder()
-    torch.compile(region, backend=recorder)(torch.ones(2, requires_grad=True))
-    (gm,) = recorder.graphs
-    changes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
-    assert [node.args for node in changes] == [(False,), (True,)]
 
 
 @pytest.mark.private(

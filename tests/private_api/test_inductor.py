@@ -33,30 +33,6 @@ def test_settings_hold_in_forward_and_backward() -> None:
 
 
 @pytest.mark.private(
-    "torch._inductor.cpu_vec_isa",
-    "torch._inductor.cpu_vec_isa.supported_vec_isa_list",
-    "torch._inductor.cpu_vec_isa.x86_isa_checker",
-    "torch._inductor.config.cpp.vec_isa_ok",
-    need="of a processor's instruction sets only the best is probed, and the others are taken for "
-    "granted if it works",
-    instead="probes of all, as Inductor does it: up to 6 s more with an empty cache",
-)
-def test_instruction_sets_can_be_taken_for_granted() -> None:
-    from torch._inductor import cpu_vec_isa
-
-    flags = cpu_vec_isa.x86_isa_checker()
-    known = [one for one in cpu_vec_isa.supported_vec_isa_list if {*str(one).split()} <= {*flags}]
-    if not known:
-        pytest.skip("no instruction set of x86")
-    if not known[0]:
-        pytest.skip("the compiler does not support this processor")
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
-        assert cpu_vec_isa.valid_vec_isa_list() == known
-        assert cpu_vec_isa.pick_vec_isa() is known[0]
-
-
-@pytest.mark.private(
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch._inductor.config.post_grad_custom_post_pass",
     need="Inductor's last pass on a stretch is ours, and so a part of the keys of Inductor's and "
