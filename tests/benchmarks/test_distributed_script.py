@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from pool import RankPool
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.workloads import catalogue
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "dynamo" / "distributed.py"
-TOY = ("--toy_model", "--model_size", "small", "--repeat", "1")
-DECODER = ("--decoder", "small", "--sequence_length", "64", "--repeat", "1")
 
 
 def _run(rank: int, world_size: int, port: int, arguments: tuple[str, ...]) -> tuple[Any, str]:
@@ -56,7 +55,7 @@ def _run(rank: int, world_size: int, port: int, arguments: tuple[str, ...]) -> t
 
 
 def _row(ranks: RankPool, folder: Path, *arguments: str) -> dict[str, Any]:
-    """The record of a run on 2 ranks."""
+    """The record of a run on 2 ranks, and what rank 0 has printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -65,30 +64,31 @@ def _row(ranks: RankPool, folder: Path, *arguments: str) -> dict[str, Any]:
         _run, 2, port, (*arguments, "--json", str(record))
     )
     assert (code, other, nothing) == (0, 0, "")
-    row: dict[str, Any] = json.loads(record.read_text())["rows"][0]
+    data = json.loads(record.read_text())
+    assert data["versions"]["torch"] == torch.__version__
+    row: dict[str, Any] = data["rows"][0]
     assert row["title"] in printed
-    return row
+    return row | {"printed": printed}
 
 
-def test_ddp(ranks: RankPool, tmp_path: Path) -> None:
-    """Whole gradients are reduced, and losses are those of units."""
-    ddp = _row(ranks, tmp_path, *TOY, "--ddp")
-    ours = _row(ranks, tmp_path, *TOY, "--fsdp", "--fsdp_wrap")
-    parameters = sum(p.numel() for p in catalogue.toy(20, True).seeded_model().parameters())
-    assert (ddp["key"], ours["key"]) == ("ddp", "ours")
+def test_flags(ranks: RankPool, tmp_path: Path) -> None:
+    """DDP reduces whole gradients; a checkpoint keeps fewer bytes of activations; losses agree."""
+    decoder = ("--decoder", "small", "--sequence_length", "64", "--repeat", "1")
+    more = ("--profile", "--verbose", "--trace_file", str(tmp_path / "trace.json"))
+    ddp = _row(ranks, tmp_path, *decoder, "--ddp")
+    kept = _row(ranks, tmp_path, *decoder, "--fsdp", "--fsdp_wrap", *more)
+    again = _row(ranks, tmp_path, *decoder, "--fsdp", "--fsdp_wrap", "--fsdp_checkpoint")
+    parameters = sum(p.numel() for p in catalogue.decoder("small").seeded_model().parameters())
+    assert (ddp["key"], kept["key"]) == ("ddp", "ours")
     assert ddp["collective_bytes"] == {"all_reduce": 4 * parameters}
     assert ddp["peak_bytes"]["shards"] == 4 * parameters
-    assert "all_gather" in ours["collectives"]
-    assert len(ddp["losses"]) == 3
-    assert ours["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
+    assert "all_gather" in kept["collectives"]
+    assert kept["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
+    assert again["losses"] == kept["losses"]
+    assert again["collectives"] == kept["collectives"]
+    assert again["most_bytes"]["activations"] < 0.6 * kept["most_bytes"]["activations"]
 
-
-def test_fsdp_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    """Fewer bytes of activations, the same losses and collectives."""
-    arguments = (*DECODER, "--fsdp", "--fsdp_wrap")
-    kept = _row(ranks, tmp_path, *arguments)
-    computed_again = _row(ranks, tmp_path, *arguments, "--fsdp_checkpoint")
-    assert computed_again["losses"] == kept["losses"]
-    assert computed_again["collectives"] == kept["collectives"]
-    activations = [row["most_bytes"]["activations"] for row in (computed_again, kept)]
-    assert activations[0] < 0.6 * activations[1]
+    assert len(kept["step_ms"]["samples"]) == 1
+    assert "losses of rank 0:" in kept["printed"]
+    assert "order of issue in one step:" in kept["printed"]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

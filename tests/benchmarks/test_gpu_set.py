@@ -6,14 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from pool import RankPool
+from pool import on_ranks
 
-from benchmarks import gpu, gpu_checks
+from benchmarks import gpu, gpu_checks, gpu_speeds
+from benchmarks.peers import Setting, Trainee, named
+from benchmarks.streams.program import HostWait
+from benchmarks.streams.recording import record_program
+from benchmarks.workloads import catalogue
 from fsdp_dynamo import record_events
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.unit import Unit
@@ -22,22 +25,18 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-def _found(rank: int, world_size: int, case: str, mode: str) -> list[dict[str, Any]]:
-    """Of a comparison: as it is, and with a gradient that is too large by a tenth."""
-    right = gpu_checks._compare(gpu_checks.CASES[case], mode, CPU)
-    with mock.patch.object(FlatParameter, "as_grad", lambda flat, grad: grad * 1.1):
-        return [right, gpu_checks._compare(gpu_checks.CASES[case], mode, CPU)]
-
-
 @pytest.mark.parametrize(("case", "mode"), [("fp32", "eager"), ("bf16", "hooks")])
-def test_wrong_values_are_noticed(ranks: RankPool, case: str, mode: str) -> None:
-    for right, wrong in ranks.run(_found, 2, case, mode):
-        assert right["is_right"], right
-        assert not wrong["is_right"], wrong
+@on_ranks(2)
+def test_wrong_values_are_noticed(rank: int, case: str, mode: str) -> None:
+    """A gradient that is too large by a tenth."""
+    assert gpu_checks._compare(gpu_checks.CASES[case], mode, CPU)["is_right"]
+    with mock.patch.object(FlatParameter, "as_grad", lambda flat, grad: grad * 1.1):
+        assert not gpu_checks._compare(gpu_checks.CASES[case], mode, CPU)["is_right"]
 
 
-def _forced(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """What one rank does in a step, and what is found if its gathers are not waited for."""
+@on_ranks(1)
+def test_one_rank_gathers_and_reduces(rank: int) -> None:
+    """And gathers that are not waited for are found."""
     with gpu_checks.forced_sharding():
         case = gpu_checks.Case()
         sharded, call = gpu_checks.wrapped(case, "eager", CPU)
@@ -46,16 +45,28 @@ def _forced(rank: int, world_size: int) -> tuple[list[str], list[str]]:
             step(0)
         kinds = [event.kind for event in events if "_" in event.kind]
         with mock.patch.object(Unit, "_wait_gathers", return_value=None):
-            faults = gpu_checks._steady(case, "eager", CPU)["faults"]
-    return kinds, faults
+            assert gpu_checks._steady(case, "eager", CPU)["faults"]
+    units = gpu_checks.SIZES.num_blocks + 1
+    assert kinds.count("all_gather") >= 2 * units - 1
+    assert kinds.count("reduce_scatter") == units
 
 
-def test_one_rank_gathers_and_reduces(ranks: RankPool) -> None:
-    for kinds, faults in ranks.run(_forced, 1):
-        units = gpu_checks.SIZES.num_blocks + 1
-        assert kinds.count("all_gather") >= 2 * units - 1
-        assert kinds.count("reduce_scatter") == units
-        assert faults
+@on_ranks(1)
+def test_nothing_waits_between_steps(rank: int) -> None:
+    """With SGD: the steps of AdamW are counted in the host's memory, which is not known here."""
+    (peer,) = named(["ours"])
+    setting = Setting(catalogue.decoder("small", 2, 8, num_blocks=2), CPU)
+    sgd = staticmethod(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    with gpu_checks.forced_sharding(), mock.patch.object(Trainee, "make_optimizer", sgd):
+        trainee = peer.train(setting)
+        gpu_speeds.run_steps(trainee, setting, 0, 2)
+        with record_program() as recorder:
+            gpu_speeds.run_steps(trainee, setting, 2, 20)
+    waits = [n for n, one in enumerate(recorder.program) if isinstance(one, HostWait)]
+    kinds = [getattr(recorder.program[n], "name", "") for n in waits]
+    assert kinds == ["_local_scalar_dense"] * 20  # the losses
+    collectives = [n for n, one in enumerate(recorder.program) if getattr(one, "group", "")]
+    assert collectives[-1] < waits[0]
 
 
 def test_a_part_is_run_once(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.distributed import fsdp as upstream
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
 from benchmarks import virtual_clock
-from benchmarks.streams.clock import Rates, Timeline, run
+from benchmarks.streams.clock import Rates, run
 from benchmarks.streams.order import unordered
 from benchmarks.streams.program import COMPUTING, HostWait, Launch, Program, Record, Wait
 from benchmarks.streams.recording import record_program
@@ -122,27 +122,24 @@ def test_bytes_of_an_operator() -> None:
     assert (copy.name, copy.num_bytes) == ("_foreach_copy_", 2 * 4 * 12)
 
 
-def _functional(rank: int, world_size: int) -> tuple[list[float], Program]:
+@on_ranks(2)
+def test_functional_collectives(rank: int) -> None:
+    """They run on the communicator's stream until they are waited for."""
     x = torch.full((2,), float(rank))
     operators, group = torch.ops._c10d_functional, dist.group.WORLD
     assert group is not None
     with record_program() as recorder:
-        gathered = operators.all_gather_into_tensor(x, world_size, group.group_name)
+        gathered = operators.all_gather_into_tensor(x, 2, group.group_name)
         own = x + 1
         whole = operators.wait_tensor(gathered) * 2
-    return [*own.tolist(), *whole.tolist()], recorder.program
-
-
-def test_functional_collectives(ranks: RankPool) -> None:
-    """They run on the communicator's stream until they are waited for."""
-    for rank, (values, program) in enumerate(ranks.run(_functional, 2)):
-        assert values == [rank + 1.0] * 2 + [0.0, 0.0, 2.0, 2.0]
-        launches = [step for step in program if isinstance(step, Launch)]
-        assert [step.name for step in launches] == ["all_gather", "add", "mul"]
-        assert [step.stream == COMPUTING for step in launches] == [False, True, True]
-        assert unordered(program) == []
-        never = [step for step in program if step != Wait(COMPUTING, _last_wait(program))]
-        assert len(unordered(never)) > 0
+    assert [*own.tolist(), *whole.tolist()] == [rank + 1.0] * 2 + [0.0, 0.0, 2.0, 2.0]
+    program = recorder.program
+    launches = [step for step in program if isinstance(step, Launch)]
+    assert [step.name for step in launches] == ["all_gather", "add", "mul"]
+    assert [step.stream == COMPUTING for step in launches] == [False, True, True]
+    assert unordered(program) == []
+    never = [step for step in program if step != Wait(COMPUTING, _last_wait(program))]
+    assert len(unordered(never)) > 0
 
 
 def _last_wait(program: Program) -> int:
@@ -169,8 +166,8 @@ def _sharded(peer: str) -> nn.Module:
     return shard(model)
 
 
-def _step(rank: int, world_size: int, peer: str, steps: int) -> Timeline:
-    """A clock for the last of some steps, recorded from the first one on."""
+def _exposed(peer: str, steps: int) -> float:
+    """By a clock for the last of some steps, recorded from the first one on."""
     model = _sharded(peer)
     tokens = 2 * WIDTH
     with record_program() as recorder:
@@ -180,39 +177,25 @@ def _step(rank: int, world_size: int, peer: str, steps: int) -> Timeline:
     flops = 2 * tokens * WIDTH * WIDTH
     num_bytes = WIDTH * WIDTH * 4
     # A product takes as long as two gathers; nothing else takes any time.
-    rates = Rates(flops, 1e30, num_bytes, 0.0, launch_s=1e-6, num_ranks=world_size)
-    return run(recorder.program[begin:], rates)
+    rates = Rates(flops, 1e30, num_bytes, 0.0, launch_s=1e-6, num_ranks=2)
+    return run(recorder.program[begin:], rates).exposed_s
 
 
-def _steps(rank: int, world_size: int) -> dict[str, float]:
-    cases = {
-        "fsdp1": ("fsdp1", 3),
-        "fsdp2": ("fsdp2", 3),
-        "first step": ("ours", 1),
-        "steady": ("ours", 3),
-    }
-    return {name: _step(rank, world_size, *case).exposed_s for name, case in cases.items()}
-
-
-def test_only_the_ends_are_exposed(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_only_the_ends_are_exposed(rank: int) -> None:
     """A gather at the beginning and a reduction at the end, in the first step, too."""
-    for exposed in ranks.run(_steps, 2):
-        assert exposed["steady"] == pytest.approx(1.0, abs=1e-2)
-        assert exposed["first step"] == pytest.approx(1.0, abs=1e-2)
-        assert exposed["steady"] <= exposed["fsdp2"] + 1e-6
-        assert exposed["steady"] <= exposed["fsdp1"] + 1e-6
+    steady = _exposed("ours", 3)
+    assert steady == pytest.approx(1.0, abs=1e-2)
+    assert _exposed("ours", 1) == pytest.approx(1.0, abs=1e-2)
+    assert steady <= _exposed("fsdp2", 3) + 1e-6
+    assert steady <= _exposed("fsdp1", 3) + 1e-6
 
 
-def _by_head(rank: int, world_size: int, peer: str) -> list[float]:
-    """Exposed seconds without and with a unit for the head, of a model of two blocks."""
+@on_ranks(2)
+def test_a_unit_for_the_head_exposes_less(rank: int) -> None:
+    """The first gather, and the last reduction, are those of the embedding alone."""
     rates = virtual_clock.rates_of(512)
     sizes = replace(virtual_clock.MODELS["8b"], num_blocks=2)
-    programs = [virtual_clock.program_of(peer, sizes, rates, has) for has in (False, True)]
-    return [run(program, rates).exposed_s for program in programs]
-
-
-@pytest.mark.parametrize("peer", ["ours", "fsdp2"])
-def test_a_unit_for_the_head_exposes_less(ranks: RankPool, peer: str) -> None:
-    """The first gather, and the last reduction, are those of the embedding alone."""
-    for without, with_head in ranks.run(_by_head, 2, peer):
-        assert with_head < 0.8 * without
+    programs = [virtual_clock.program_of("ours", sizes, rates, has) for has in (False, True)]
+    without, with_head = (run(program, rates).exposed_s for program in programs)
+    assert with_head < 0.8 * without
