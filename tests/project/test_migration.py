@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as upstream
 from models import Block, batch, loss_of, make_transformer, train, wrap
-from pool import RankPool
+from pool import on_ranks
 
 from fsdp_dynamo import FSDP, FSDPModule, ShardingStrategy, fully_shard, record_events
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -41,44 +41,31 @@ def _arguments(function: Any) -> set[str]:
 @pytest.mark.parametrize(
     ("heading", "theirs", "ours"),
     [
-        ("FSDP1", upstream.FullyShardedDataParallel.__init__, FSDP.__init__),
-        ("FSDP2", upstream.fully_shard, fully_shard),
-    ],
-)
-def test_arguments(heading: str, theirs: Any, ours: Any) -> None:
-    rows = _rows(heading)
-    assert _arguments(theirs) - set(rows) == set()
-    for name in _arguments(theirs):
-        assert (rows[name] == "same") == (name in _arguments(ours)), name
-
-
-@pytest.mark.parametrize(
-    ("heading", "theirs", "ours"),
-    [
         ("FSDP1", upstream.FullyShardedDataParallel, FSDP),
         ("FSDP2", upstream.FSDPModule, FSDPModule),
     ],
 )
-def test_methods(heading: str, theirs: type, ours: type) -> None:
-    rows = {name: second for name, second in _rows(heading).items() if hasattr(theirs, name)}
-    assert len(rows) >= 5  # test_upstream_names compares all methods
-    for name, second in rows.items():
+def test_arguments_and_methods(heading: str, theirs: type, ours: type) -> None:
+    rows = _rows(heading)
+    methods = {name: second for name, second in rows.items() if hasattr(theirs, name)}
+    assert len(methods) >= 5  # test_upstream_names compares all methods
+    for name, second in methods.items():
         assert (second == "same") == hasattr(ours, name), name
+    makers = (theirs.__init__, ours.__init__)
+    if heading == "FSDP2":
+        makers = (upstream.fully_shard, fully_shard)
+    wanted, here = map(_arguments, makers)
+    assert wanted - set(rows) == set()
+    for name in wanted:
+        assert (rows[name] == "same") == (name in here), name
 
 
-def _without_originals(rank: int, world_size: int, strategy: str) -> tuple[Any, Any]:
-    model = make_transformer(num_blocks=2)
-    kind = ShardingStrategy[strategy]
-    wrapped = wrap(model, sharding_strategy=kind, use_orig_params=False)
-    expected, _ = train(make_transformer(num_blocks=2), 0)
-    return expected, train(wrapped, 0)[0]
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_trains_without_original_parameters(ranks: RankPool, strategy: str) -> None:
+@on_ranks(2)
+def test_trains_without_original_parameters(rank: int) -> None:
     """``use_orig_params=False``, upstream's default, trains in eager as one process does."""
-    for expected, got in ranks.run(_without_originals, 2, strategy):
-        assert got == pytest.approx(expected, rel=1e-6)
+    expected, _ = train(make_transformer(num_blocks=1), 0)
+    got, _ = train(wrap(make_transformer(num_blocks=1), use_orig_params=False), 0)
+    assert got == pytest.approx(expected, rel=1e-6)
 
 
 def _gathers(action: Callable[[], Any]) -> tuple[int, Any]:
@@ -91,8 +78,8 @@ def _gathers(action: Callable[[], Any]) -> tuple[int, Any]:
     return theirs.call_count + [e.kind for e in log].count("all_gather"), result
 
 
-def _accumulates(model: Any, rank: int) -> tuple[list[int], list[Any]]:
-    """Gathers in each forward and backward, of which the last reduces; shapes of gradients."""
+def _accumulates(model: Any, rank: int) -> list[int]:
+    """Gathers in each forward and backward, of which the last reduces."""
     loss_of(model, batch(rank, 0)).backward()  # FSDP1 sets itself up
     model.zero_grad()
     found = []
@@ -101,20 +88,7 @@ def _accumulates(model: Any, rank: int) -> tuple[list[int], list[Any]]:
             forward, loss = _gathers(partial(loss_of, model, batch(rank, step)))
             backward, _ = _gathers(loss.backward)
         found += [forward, backward]
-    grads = [p.grad for p in model.parameters()]
-    return found, [None if grad is None else tuple(grad.shape) for grad in grads]
-
-
-def _habits(rank: int, world_size: int, strategy: str) -> tuple[Any, Any]:
-    theirs = upstream.FullyShardedDataParallel(
-        make_transformer(num_blocks=2),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=upstream.ShardingStrategy[strategy],
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
-    ours = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy[strategy])
-    return _accumulates(theirs, rank), _accumulates(ours, rank)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -124,13 +98,21 @@ def _habits(rank: int, world_size: int, strategy: str) -> tuple[Any, Any]:
         ("SHARD_GRAD_OP", [3, 0, 0, 0, 0, 0], [3, 0, 3, 0, 3, 0]),
     ],
 )
+@on_ranks(2)
 def test_habits_that_are_not_kept(
-    ranks: RankPool, strategy: str, theirs: list[int], ours: list[int]
+    rank: int, strategy: str, theirs: list[int], ours: list[int]
 ) -> None:
-    for (counts, _), (own_counts, got) in ranks.run(_habits, 2, strategy):
-        assert counts == theirs
-        assert own_counts == ours
-        assert None not in got
+    upstreams = upstream.FullyShardedDataParallel(
+        make_transformer(num_blocks=2),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=upstream.ShardingStrategy[strategy],
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    assert _accumulates(upstreams, rank) == theirs
+    own = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy[strategy])
+    assert _accumulates(own, rank) == ours
+    assert all(parameter.grad is not None for parameter in own.parameters())
 
 
 def test_fields_of_accelerates_plugin() -> None:

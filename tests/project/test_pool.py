@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankFailedError, RankPool, on_ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 class _BadEnd:
@@ -68,48 +64,6 @@ def test_a_survivor_without_an_answer(
     with pytest.raises(RankFailedError, match=message):
         ranks.run_and_kill(_begin, 2, tmp_path, then, victims=[1], when=all_have_begun, timeout=1.0)
     assert ranks.run(_nothing, 2) == [0, 1]
-
-
-def test_an_interrupted_job_leaves_no_answer_behind(ranks: RankPool) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ranks.run_and_kill(_nothing, 2, victims=[], when=interrupt)
-    assert ranks.run(_nothing, 1) == [0]
-
-
-PLANTED = """
-import threading
-
-class BadEnd:
-    def __del__(self):
-        raise ValueError("as asked")
-
-def fail():
-    raise ValueError("as asked")
-
-def test_destructor():
-    BadEnd()
-
-def test_thread():
-    thread = threading.Thread(target=fail)
-    thread.start()
-    thread.join()
-
-def test_nothing():
-    pass
-"""
-
-
-def test_what_nobody_handles_here_fails_the_test(tmp_path: Path) -> None:
-    """A run of pytest with the settings of this one."""
-    (tmp_path / "test_planted.py").write_text(PLANTED)
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-q"]
-    done = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.stdout.startswith("FF."), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("addend", [1, 2])

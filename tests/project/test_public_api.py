@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import itertools
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OURS = ("fsdp_dynamo", "graph_passes")
-SOURCES = [path for package in OURS for path in (ROOT / package).rglob("*.py")]
 PAGES = "\n".join(p.read_text() for p in (ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")))
 TOLD = re.findall(rf"^ *from ((?:{'|'.join(OURS)})[\w.]*) import ([\w, ]+)", PAGES, re.MULTILINE)
 
@@ -62,38 +60,6 @@ def test_every_public_name_has_an_entry() -> None:
     assert [path for path in lacking if not any(PUBLIC[path] is one for one in shown)] == []
     names = {f"{module}.{name.strip()}" for module, given in TOLD for name in given.split(",")}
     assert sorted(names - PUBLIC.keys()) == []
-
-
-def test_every_public_name_has_a_docstring_of_its_own() -> None:
-    """Dataclasses make one up, their signature; a value's is the string behind it."""
-    bodies = [ast.parse(path.read_text()).body for path in SOURCES]
-    pairs = [pair for body in bodies for pair in itertools.pairwise(body)]
-    found = {re.split(r"\W", ast.unparse(a))[0] for a, b in pairs if isinstance(b, ast.Expr)}
-    for path, thing in PUBLIC.items():
-        if isinstance(getattr(thing, "__name__", None), str) and thing.__doc__:
-            found |= {path} if not thing.__doc__.startswith(f"{thing.__name__}(") else set()
-    assert [path for path in PUBLIC if not {path, path.rpartition(".")[2]} & found] == []
-
-
-def test_every_function_has_a_docstring() -> None:
-    """Also those that are not public, if they are longer than six lines.
-
-    One that overrides another may have that one's.
-    """
-    public = {function for _, function, _ in _functions(PUBLIC)}
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES]
-    for module in [import_module(name) for name in names if not name.endswith("__")]:
-        own = {n: t for n, t in vars(module).items() if getattr(t, "__module__", "") in names}
-        lacking = [
-            path
-            for path, function, text in _functions(own)
-            if not text and path[0] != "_" and (function in public or _num_lines(function) > 6)
-        ]
-        assert lacking == [], module.__name__
-
-
-def _num_lines(function: Any) -> int:
-    return len(inspect.getsourcelines(function)[0])
 
 
 def test_docstrings_say_what_arguments_are_and_what_is_raised() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import VOCABULARY, Block, batch, make_transformer
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,8 +49,9 @@ def _names(rank: int) -> dict[str, Any]:
     return {"Block": Block, "batch": tokens[:, :-1], "targets": tokens[:, 1:], "loss_fn": _loss}
 
 
-def _run(rank: int, world_size: int, code: str) -> tuple[float, float, bool]:
-    """The loss before the step and after it, and whether every rank holds a part only."""
+@on_ranks(2)
+def test_the_ten_lines_train(rank: int) -> None:
+    """And every rank holds a part only."""
     losses = []
 
     def noted(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -60,17 +61,11 @@ def _run(rank: int, world_size: int, code: str) -> tuple[float, float, bool]:
     names = {**_names(rank), "loss_fn": noted}
     names["MyTransformer"] = lambda: make_transformer(num_blocks=1)
     with mock.patch.object(dist, "init_process_group"):  # the ranks of the pool have one
-        exec(code, names)
-    held = sum(p.to_local().numel() for p in names["model"].parameters())
-    whole = sum(p.numel() for p in make_transformer(num_blocks=1).parameters())
+        exec(_ten_lines(), names)
     after = _loss(names["step"](names["batch"]).float(), names["targets"])
-    return losses[0].item(), after.item(), held < 0.6 * whole
-
-
-def test_the_ten_lines_train(ranks: RankPool) -> None:
-    for before, after, is_part in ranks.run(_run, 2, _ten_lines()):
-        assert after < before
-        assert is_part
+    assert after < losses[0]
+    held = sum(p.to_local().numel() for p in names["model"].parameters())
+    assert held < 0.6 * sum(p.numel() for p in make_transformer(num_blocks=1).parameters())
 
 
 # -- the recipes -----------------------------------------------------------------------------------
@@ -139,7 +134,3 @@ def test_the_recipes_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.Mo
         for name, tensor in names["plain"].state_dict().items():
             assert torch.equal(tensor, torch.from_numpy(saved[name]))
         assert "loaded" not in names or names["loaded"].step == 100
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().split()) <= 700

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, Transformer, batch, loss_of, make_transformer, wrap
-from pool import RankPool, on_ranks
+from models import Block, Branching, batch, loss_of, make_transformer, wrap
+from pool import on_ranks
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.autograd.graph import get_gradient_edge
@@ -92,47 +92,26 @@ def _without_originals() -> None:
     _step(model, backend="aot_eager")
 
 
-class _Skipping(Transformer):
-    """Leaves its last block out where it is told to."""
-
-    skips = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks[: 1 if self.skips else 2]:
-            x = block(x)
-        return self.head(self.norm(x)) * self.scale
-
-
-def _skipping_on_one_rank() -> nn.Module:
+def _skipping(on_ranks: tuple[int, ...]) -> tuple[Branching, nn.Module]:
+    """The model, and as units: on some ranks it leaves its last block out."""
     torch.manual_seed(7)
-    plain = _Skipping(num_blocks=2)
-    plain.skips = dist.get_rank() == 1
-    return wrap(plain)
+    plain = Branching(num_blocks=2)
+    plain.skipped = frozenset({1} if dist.get_rank() in on_ranks else ())
+    return plain, wrap(plain)
 
 
-def _other_graph() -> None:
-    _step(_skipping_on_one_rank(), **GRAPH)
-
-
-def _graph_of_one_rank(on_all: int) -> None:
+def _graph_of_one_rank() -> None:
     """The first rank makes one step more than the others, of other units."""
-    plain = _Skipping(num_blocks=2)
-    model = torch.compile(wrap(plain), **GRAPH)
-    for step in range(on_all):
-        loss_of(model, batch(dist.get_rank(), step)).backward()
+    plain, model = _skipping(on_ranks=())
+    _step(model, **GRAPH)
     set_agreement_timeout(1.0)
     try:
         if dist.get_rank() == 0:
-            plain.skips = True
-            loss_of(model, batch(0, on_all))
+            plain.skipped = frozenset({1})
+            torch.compile(model, **GRAPH)(batch(0, 1))
     finally:
         dist.barrier()  # the others are there until the first rank has noticed
         set_agreement_timeout(None)
-
-
-def _other_units() -> None:
-    _step(_skipping_on_one_rank())
 
 
 TOGETHER: dict[str, tuple[Mistake, Callable[[], object]]] = {
@@ -152,24 +131,11 @@ TOGETHER: dict[str, tuple[Mistake, Callable[[], object]]] = {
 """Those after which ranks can go on, in one job."""
 
 APART: dict[str, tuple[Mistake, Callable[[], None]]] = {
-    "another graph": ("another-graph-on-one-rank", _other_graph),
-    "second graph of one rank": ("another-graph-on-one-rank", lambda: _graph_of_one_rank(1)),
-    "first graph of one rank": ("another-graph-on-one-rank", lambda: _graph_of_one_rank(0)),
-    "other units": ("other-units-on-one-rank", _other_units),
+    "another graph": ("another-graph-on-one-rank", lambda: _step(_skipping((1,))[1], **GRAPH)),
+    "graph of one rank": ("another-graph-on-one-rank", _graph_of_one_rank),
+    "other units": ("other-units-on-one-rank", lambda: _step(_skipping((1,))[1])),
 }
 """Those that end a run."""
-
-
-def _make_all(rank: int, world_size: int) -> dict[str, str]:
-    messages = {}
-    for name, (_, action) in TOGETHER.items():
-        messages[name] = _message(action)
-        torch._dynamo.reset()
-    return messages
-
-
-def _make_one(rank: int, world_size: int, name: str) -> str:
-    return _message(APART[name][1])
 
 
 # -- what nobody says ------------------------------------------------------------------------------
@@ -195,32 +161,33 @@ def _norm_of_gradients(parameters: Iterable[nn.Parameter]) -> float:
     return total
 
 
-def _gradients_asked_for() -> bool:
-    model = FSDP(_small())
-    loss = model(torch.randn(4, 8)).sum()
-    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    return any(grad is not None for grad in grads)
-
-
-def _silent(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_what_is_wrong_without_a_message(rank: int) -> None:
+    """Each row of that section."""
     plain = [_small(seed).state_dict() for seed in range(2)]
-    found: dict[str, Any] = {}
-    for sync in (False, True):
+    for sync, expected in ((False, [False, False]), (True, [True, False])):
         state = FSDP(_small(rank), sync_module_states=sync).state_dict()
-        found[f"values, {sync}"] = [
-            all(map(torch.equal, p.values(), state.values())) for p in plain
-        ]
+        same = [all(map(torch.equal, p.values(), state.values())) for p in plain]
+        assert same == expected  # without: of neither rank
 
     model = FSDP(_small())
     _gradients_of(model)
-    found["norms"] = _norm_of_gradients(model.parameters()), model.clip_grad_norm_(1e9).item()
+    here, whole_norm = _norm_of_gradients(model.parameters()), model.clip_grad_norm_(1e9).item()
+    assert here < whole_norm
+    squares = torch.tensor(here**2)
+    dist.all_reduce(squares)
+    assert squares.item() == pytest.approx(whole_norm**2, rel=1e-5)
     weight: Any = model.get_parameter("0.weight")
     before = weight.to_local().clone()
     weight.data = torch.zeros_like(weight)
-    found["set data"] = not torch.equal(weight.to_local(), before)
+    assert torch.equal(weight.to_local(), before)
+    statistics: list[Any] = [None, None]
+    dist.all_gather_object(statistics, model.state_dict()["1.running_mean"][0].item())
+    assert statistics[0] != statistics[1]
 
-    found["statistics"] = model.state_dict()["1.running_mean"][0].item()
-    found["asked for"] = _gradients_asked_for()
+    model = FSDP(_small())
+    loss = model(torch.randn(4, 8)).sum()
+    assert set(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)) == {None}
 
     for of_all in (0, 36):  # 32 examples here, 4 there, without statistics of a batch
         model = FSDP(nn.Linear(8, 4), sync_module_states=True)
@@ -232,28 +199,11 @@ def _silent(rank: int, world_size: int) -> dict[str, Any]:
         x = torch.cat([torch.randn(size, 8, generator=g) for size, g in sizes])
         y = torch.cat([torch.randint(4, (size,), generator=g) for size, g in sizes])
         cross_entropy(whole(x), y).backward()
-        norms = model.clip_grad_norm_(1e9).item(), _norm_of_gradients(whole.parameters())
-        found[f"sizes, {of_all}"] = norms
-    return found
-
-
-def test_what_is_wrong_without_a_message(ranks: RankPool) -> None:
-    """Each row of that section."""
-    first, second = ranks.run(_silent, 2)
-    for found in (first, second):
-        assert found["values, False"] == [False, False]  # of neither rank
-        assert found["values, True"] == [True, False]
-        seen, right = found["norms"]
-        assert seen < right
-        assert not found["set data"]
-        assert not found["asked for"]
-        seen, right = found["sizes, 0"]
-        assert abs(seen - right) > 1e-3
-        seen, right = found["sizes, 36"]
-        assert seen == pytest.approx(right, rel=1e-5)
-    parts = [found["norms"][0] ** 2 for found in (first, second)]
-    assert sum(parts) == pytest.approx(first["norms"][1] ** 2, rel=1e-5)
-    assert first["statistics"] != second["statistics"]
+        seen, right = model.clip_grad_norm_(1e9).item(), _norm_of_gradients(whole.parameters())
+        if of_all:
+            assert seen == pytest.approx(right, rel=1e-5)
+        else:
+            assert abs(seen - right) > 1e-3
 
 
 class _KeepsLast(nn.Module):
@@ -267,9 +217,8 @@ class _KeepsLast(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("composable", [False, True])
 @on_ranks(2)
-def test_gradients_of_one_layer(rank: int, composable: bool) -> None:
+def test_gradients_of_one_layer(rank: int) -> None:
     """As the row with torch's message says."""
 
     def gradients(wrap_it: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
@@ -283,14 +232,12 @@ def test_gradients_of_one_layer(rank: int, composable: bool) -> None:
         sum(losses).backward()
         return found
 
-    own = gradients(lambda model: model)
-    shard = fully_shard if composable else FSDP
-    model = shard(_KeepsLast())
+    model = fully_shard(_KeepsLast())
     with pytest.raises(RuntimeError) as error:
         torch.autograd.grad(model(torch.ones(8, 8)).sum(), model.head.weight)
     words = str(error.value).partition(". ")[0]
     assert f"`{words}`" in PAGE.read_text()
-    for got, wanted in zip(gradients(shard), own, strict=True):
+    for got, wanted in zip(gradients(FSDP), gradients(lambda model: model), strict=True):
         torch.testing.assert_close(got, wanted)
 
 
@@ -335,23 +282,15 @@ def test_help_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
         assert text.strip() == _sections()[mistake].strip()
     assert commands.run(["troubleshoot", "wrapped"]) == 2
     assert "expected one of these, got 'wrapped'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--help"], 0), (["nothing"], 2)])
-def test_commands_are_listed(
-    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert commands.run(arguments) == code
-    said = capsys.readouterr().out
-    assert all(re.search(rf"^  {name} ", said, re.MULTILINE) for name in commands.COMMANDS)
-
-
-@pytest.mark.parametrize("name", ["estimate", "flight", "inspect", "troubleshoot"])
-def test_commands_have_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        commands.run([name, "--help"])
-    assert end.value.code == 0
-    assert f"python -m fsdp_dynamo {name}" in capsys.readouterr().out
+    for arguments, code in (([], 0), (["--help"], 0), (["nothing"], 2)):
+        assert commands.run(arguments) == code
+        said = capsys.readouterr().out
+        assert all(re.search(rf"^  {name} ", said, re.MULTILINE) for name in commands.COMMANDS)
+    for name in commands.COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            commands.run([name, "--help"])
+        assert end.value.code == 0
+        assert f"python -m fsdp_dynamo {name}" in capsys.readouterr().out
 
 
 def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,17 +298,19 @@ def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     _check(_message(lambda: FSDP(nn.Linear(2, 2))), "no-process-group")
 
 
-def test_errors_lead_to_their_paragraphs(ranks: RankPool) -> None:
-    for messages in ranks.run(_make_all, 2):
-        assert list(messages) == list(TOGETHER)
-        for name, message in messages.items():
-            _check(message, TOGETHER[name][0])
+@on_ranks(2)
+def test_errors_lead_to_their_paragraphs(rank: int) -> None:
+    for mistake, action in TOGETHER.values():
+        _check(_message(action), mistake)
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", APART)
-def test_errors_of_ranks_that_part(ranks: RankPool, name: str) -> None:
-    messages = ranks.run(_make_one, 2, name)
-    if name.endswith("graph of one rank"):
-        assert messages.pop() == "no error"  # of the one that did not come
-    for message in messages:
-        _check(message, APART[name][0])
+@on_ranks(2)
+def test_errors_of_ranks_that_part(rank: int, name: str) -> None:
+    mistake, action = APART[name]
+    message = _message(action)
+    if name == "graph of one rank" and rank == 1:
+        assert message == "no error"  # it did not come
+    else:
+        _check(message, mistake)

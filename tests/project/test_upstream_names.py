@@ -16,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch.distributed.fsdp as upstream
 
 import fsdp_dynamo
@@ -160,21 +159,3 @@ def test_the_table_is_true() -> None:
             assert here == walk[name] or (here, walk[name]) == (OTHER, SAME), name
         else:
             assert "Older torch lacks " in why, name
-
-
-@pytest.mark.parametrize("new", ["class", "method", "argument", "member"])
-def test_a_new_name_is_found(monkeypatch: pytest.MonkeyPatch, new: str) -> None:
-    def later(self: object, later: bool = False) -> None: ...
-
-    cls = upstream.FullyShardedDataParallel
-    if new == "class":
-        monkeypatch.setattr(upstream, "Later", type("Later", (), {}), raising=False)
-    elif new == "member":
-        members = {m.name: m.value for m in upstream.BackwardPrefetch}
-        kind = enum.Enum("BackwardPrefetch", {**members, "LATER": 3})  # type: ignore[misc]
-        monkeypatch.setattr(upstream, "BackwardPrefetch", kind)
-    else:
-        name = "later" if new == "method" else "check_is_root"
-        monkeypatch.setattr(cls, name, later, raising=False)
-    lacking = {name for name, here in _walk().items() if here != SAME} - _table().keys()
-    assert [name for name in lacking if "later" in name.lower()] != []
