@@ -158,7 +158,8 @@ def test_saving_and_checks_are_measured(rank: int, tmp_path: Path) -> None:
     assert "dcp.async_save" in saving.report(saved)
     ((step, _),) = checkpoint.complete(tmp_path / "ours")  # the last one is kept
     assert step >= saving.WARMUP + 2 * saving.BEFORE
-    found = checks.measure(setting, 1)
+    with mock.patch.multiple(checks, LOOPS=20, PAIRS=2):
+        found = checks.measure(setting, 1)
     assert [rounds[0]["collectives"] for rounds in found.values()] == [8, 8]
     assert "graph mode" in checks.report(found)
 
@@ -200,7 +201,7 @@ def test_workloads_are_the_same_for_everybody() -> None:
     assert not torch.equal(task.batch_of(0, 2, CPU)["tokens"], task.batch_of(1, 2, CPU)["tokens"])
 
 
-@pytest.mark.parametrize("name", catalogue.HUGGING_FACE)
+@pytest.mark.parametrize("name", ["hf_Bert", "hf_T5", "hf_GPT2", "hf_Llama"])
 def test_models_of_transformers_are_built_and_have_blocks(name: str) -> None:
     task = catalogue.hugging_face(name, 1, 8, small=True)
     model = task.seeded_model()
