@@ -1,20 +1,19 @@
-"""Random module trees: a strategy that draws them, their modules, and a step with each of them."""
+"""Random module trees: how they are drawn and made smaller, and their modules."""
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 import unit_kinds as kinds
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 
-from fsdp_dynamo import FSDP, ShardingStrategy
-from fsdp_dynamo.wrap_policy import CustomPolicy
+from fsdp_dynamo import FSDP
 
 WIDTH = 3
 
@@ -57,9 +56,9 @@ class Leaf:
     """A module with parameters of its own.
 
     Attributes:
-        kind: linear, norm, scale (a bare parameter), or nothing (a module without parameters);
-            not drawn here: scalar (a parameter without dimensions), spare (one that no forward
-            uses), batchnorm, frozen batchnorm, or buffer (a running mean, which is added).
+        kind: linear, norm, scale (a bare parameter), scalar (one without dimensions), spare (one
+            that no forward uses), nothing (no parameters), batchnorm, buffer (a running mean, which
+            is added), or, not drawn here, frozen batchnorm.
         bias: whether it has one.
         frozen: which of its parameters are: none, the weight, all.
         double: whether it computes in float64.
@@ -96,28 +95,75 @@ class Branch:
     boundary: Boundary = Boundary()
 
 
-_leaves = st.builds(
-    Leaf,
-    kind=st.sampled_from(["linear", "norm", "scale", "nothing"]),
-    bias=st.booleans(),
-    frozen=st.sampled_from(["none", "none", "weight", "all"]),
-    double=st.sampled_from([False, False, True]),
-    tied_to=st.none() | st.integers(0, 3),
-    wrapped=st.booleans(),
-)
+def leaves_of(tree: Leaf | Branch) -> list[Leaf]:
+    """In the order of ``modules()``."""
+    if isinstance(tree, Leaf):
+        return [tree]
+    return [leaf for child in tree.children for leaf in leaves_of(child)]
 
 
-def _branches(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Branch]:
-    return st.builds(
-        Branch,
-        children=st.lists(children, min_size=1, max_size=3).map(tuple),
-        residual=st.booleans(),
-        twice=st.booleans(),
-        wrapped=st.booleans(),
+def map_leaves(tree: Any, change: Callable[[Leaf], Leaf]) -> Any:
+    """A tree with other leaves."""
+    if isinstance(tree, Leaf):
+        return change(tree)
+    return replace(tree, children=tuple(map_leaves(child, change) for child in tree.children))
+
+
+def smaller_trees(tree: Any) -> Iterator[Any]:
+    """Trees with one thing less."""
+    boundary, plain_boundary = tree.boundary, Boundary()
+    for one in fields(boundary):
+        if getattr(boundary, one.name) != getattr(plain_boundary, one.name):
+            less = replace(boundary, **{one.name: getattr(plain_boundary, one.name)})
+            yield replace(tree, boundary=less)
+    if isinstance(tree, Leaf):
+        plain = Leaf(tree.kind, tree.bias, wrapped=tree.wrapped, boundary=boundary)
+        if plain != tree:
+            yield plain
+        if tree.kind not in ("linear", "nothing"):
+            yield replace(tree, kind="linear")
+        if tree.bias:
+            yield replace(tree, bias=False)
+        return
+    for i, child in enumerate(tree.children):
+        before, after = tree.children[:i], tree.children[i + 1 :]
+        if before or after:
+            yield replace(tree, children=before + after)
+        if isinstance(child, Branch):
+            yield replace(tree, children=before + child.children + after)
+        for smaller in smaller_trees(child):
+            yield replace(tree, children=(*before, smaller, *after))
+    for name in ("residual", "twice"):
+        if getattr(tree, name):
+            yield replace(tree, **{name: False})
+
+
+_KINDS = ["linear"] * 5 + ["norm", "norm", "scale", "nothing", "spare", "batchnorm", "buffer"]
+
+
+def draw_branch(rng: random.Random, depth: int = 0) -> Branch:
+    """A tree without ties."""
+    children = tuple(
+        draw_branch(rng, depth + 1) if depth < 2 and rng.random() < 0.35 else _leaf(rng)
+        for _ in range(rng.randint(1, 3))
+    )
+    return Branch(
+        children,
+        residual=rng.random() < 0.4,
+        twice=rng.random() < 0.1,
+        wrapped=rng.random() < 0.5,
     )
 
 
-trees = _branches(st.recursive(_leaves, _branches, max_leaves=5))
+def _leaf(rng: random.Random) -> Leaf:
+    kind = rng.choice(_KINDS) if rng.random() > 0.02 else "scalar"
+    return Leaf(
+        kind,
+        bias=rng.random() < 0.5,
+        frozen=rng.choice(["none"] * 6 + ["weight", "all"]),
+        double=rng.random() < 0.02,
+        wrapped=rng.random() < 0.5,
+    )
 
 
 # -- what passes between a module and its caller ------------------------------------------------
@@ -353,44 +399,5 @@ def build(tree: Branch) -> nn.Module:
     return module
 
 
-def batches(world_size: int) -> Iterator[torch.Tensor]:
-    for rank in range(world_size):
-        yield torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank))
-
-
 def wants_unit(module: nn.Module) -> bool:
     return getattr(module, "wants_unit", False)
-
-
-def run_tree(rank: int, world_size: int, tree: Branch, strategy: str) -> list[str]:
-    """Compare outputs, gradients of inputs and parameters, twice over; what was wrong."""
-    plain = build(tree)
-    has_units = any(wants_unit(m) for m in plain.modules() if m is not plain)
-    model = FSDP(
-        build(tree),
-        auto_wrap_policy=CustomPolicy(wants_unit) if has_units else None,
-        sharding_strategy=ShardingStrategy[strategy],
-    )
-    wrong: list[str] = []
-    for step in range(2):
-        outputs, inputs = [], [x.requires_grad_() for x in batches(world_size)]
-        for x in inputs:
-            outputs.append(plain(x))
-            (outputs[-1].square().mean() / world_size).backward()
-        mine = inputs[rank].detach().clone().requires_grad_()
-        output = model(mine)
-        output.square().mean().backward()
-        if not torch.allclose(output, outputs[rank], 1e-4, 1e-6):
-            wrong.append(f"step {step}: output")
-        if not torch.allclose(mine.grad, inputs[rank].grad * world_size, 1e-4, 1e-6):
-            wrong.append(f"step {step}: gradient of the input")
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            if not torch.equal(p, q):
-                wrong.append(f"value of {name}")
-            if p.grad is None or q.grad is None:
-                if p.grad is not q.grad:
-                    wrong.append(f"one gradient of {name} is None")
-            elif not torch.allclose(p.grad, q.grad, 1e-4, 1e-6):
-                wrong.append(f"gradient of {name}")
-    return wrong

@@ -1,6 +1,6 @@
 """Random models, random calls, beside one process.
 
-    pytest tests/wrap/test_fuzz.py              # 20 programs, always the same
+    pytest tests/wrap/test_fuzz.py              # 23 programs, always the same
     pytest -m slow tests/wrap/test_fuzz.py      # 200 others each time, the first that fails shrunk
     python benchmarks/campaigns/random_programs.py --programs 2000      # by their seeds
 
@@ -10,7 +10,6 @@ What was found once is kept in ``FOUND``.
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,34 +20,21 @@ import pytest
 import torch
 import unit_kinds
 from module_trees import Boundary, Branch, Leaf
-from pool import RankFailedError, RankPool
-from programs import Call, Program, Result, draw, run_program, shrink
+from pool import RankPool
+from programs import Call, Program, Result, draw, run_program, run_with_weights_off, shrink
+from programs import wrong_on_any_rank as wrong
 from torch import nn
 
 from fsdp_dynamo import FSDP
-from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.events import Phase
 
-WORLD_SIZE = 2
-SEEDS = range(20)
-
-
-def _wrong(
-    ranks: RankPool, program: Program, run: Callable[..., Result] = run_program
-) -> list[str]:
-    """What is wrong on any rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            results = ranks.run(run, WORLD_SIZE, program, folder)
-        except RankFailedError as error:
-            return [str(error)]
-    return [text for result in results for text in result.wrong]
+SEEDS = [seed for seed in range(40) if draw(seed).mode == "eager" or seed in (4, 6, 9, 11, 15, 31)]
+"""Three programs each in hooks and graph mode, where compiling takes nearly all of the time."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_calls(ranks: RankPool, seed: int) -> None:
     program = draw(seed)
-    assert _wrong(ranks, program) == [], program
+    assert wrong(ranks, program) == [], program
 
 
 @pytest.mark.slow
@@ -57,14 +43,14 @@ def test_many_random_calls(ranks: RankPool) -> None:
     first = random.randrange(10**6)
     for program in map(draw, range(first, first + 200)):
         exact = replace(program, in_float64=True)
-        if _wrong(ranks, program) and (wrong := _wrong(ranks, exact)):
-            smaller = shrink(exact, lambda program: bool(_wrong(ranks, program)), 50)
-            pytest.fail(f"{smaller}\n{wrong}")
+        if wrong(ranks, program) and (found := wrong(ranks, exact)):
+            smaller = shrink(exact, lambda program: bool(wrong(ranks, program)), 50)
+            pytest.fail(f"{smaller}\n{found}")
 
 
 def _two_steps(tree: Branch, *calls: Call, **fields: Any) -> Program:
     step = (*calls, ("backward",), ("step",), ("zero_grad", True))
-    return Program(tree, "FULL_SHARD", "eager", False, (*step, *step), **fields)
+    return Program(tree, "FULL_SHARD", "eager", "none", (*step, *step), **fields)
 
 
 def _chain(boundary: Boundary) -> Branch:
@@ -80,7 +66,7 @@ FOUND = {
         Branch((Leaf("linear", frozen="all", tied_to=1, boundary=Boundary(stored="mean")),)),
         "FULL_SHARD",
         "hooks",
-        False,
+        "none",
         (("forward", 3, 2, "both"),),
         in_float64=True,
         teacher="moves",
@@ -90,18 +76,18 @@ FOUND = {
         Branch((Leaf("scale", wrapped=True), Leaf("nothing", wrapped=True)), wrapped=True),
         "SHARD_GRAD_OP",
         "eager",
-        False,
+        "none",
         (("forward_without_grad", 0), ("deepcopy",), ("forward", 1), ("backward",), ("deepcopy",)),
     ),
     "two forwards that both know of a sum": Program(
         Branch((Leaf("linear", bias=False),)),
         "FULL_SHARD",
         "graph",
-        False,
+        "none",
         (("accumulate", 0), ("forward", 0), ("forward", 0)),
     ),
     "a model without parameters": Program(
-        Branch((Leaf("nothing"),)), "FULL_SHARD", "eager", False, (("forward", 0), ("step",))
+        Branch((Leaf("nothing"),)), "FULL_SHARD", "eager", "none", (("forward", 0), ("step",))
     ),
     "a view changed in place": _two_steps(
         _chain(Boundary(view="squeeze", change="add_")), ("forward", 0)
@@ -112,12 +98,16 @@ FOUND = {
     "a registered container": _two_steps(_chain(Boundary("pytree")), ("forward", 0)),
     "a named tuple in mixed precision": replace(
         _two_steps(Branch((Leaf("norm", boundary=NAMED),), boundary=NAMED), ("forward", 0)),
-        widened=True,
+        precision="wide",
     ),
     "values written through .data after a forward alone": _two_steps(
         ROOT, ("forward", 0), ("forget",), ("change", -1, ".data.mul_"), ("forward", 0)
     ),
     "a teacher moved in the root's forward": _two_steps(ROOT, ("forward", 0), teacher="moves"),
+    "a teacher that follows its student in a graph": replace(  # not found, but seldom drawn
+        _two_steps(_chain(Boundary()), ("ema", "lerp_"), ("forward", 0), teacher="model"),
+        mode="graph",
+    ),
     "frozen between forward and backward": _two_steps(
         ROOT, ("forward", 0), ("freeze_between", 0, True)
     ),
@@ -126,64 +116,15 @@ FOUND = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found(ranks: RankPool, name: str) -> None:
-    assert _wrong(ranks, FOUND[name]) == []
+    assert wrong(ranks, FOUND[name]) == []
 
 
 def test_float64_tells_rounding_from_a_fault(ranks: RankPool) -> None:
     magnifies = programs._draw_themes(42)  # its rounding, some thousand times
-    assert _wrong(ranks, magnifies)
+    assert wrong(ranks, magnifies)
     exact = replace(magnifies, in_float64=True)
-    assert not _wrong(ranks, exact)
-    assert _wrong(ranks, exact, _run_with_weights_off)
-
-
-def _run_with_weights_off(rank: int, world_size: int, program: Program, folder: str) -> Result:
-    """The model's weights are off by a tenth of what float32 programs may be."""
-    wrapped = programs._wrapped
-
-    def wrapped_wrong(program: Program) -> FSDP:
-        model = wrapped(program)
-        with FSDP.summon_full_params(model), torch.no_grad():
-            for param in model.parameters():
-                param.mul_(1 + 1e-5)
-        return model
-
-    with patch.object(programs, "_wrapped", wrapped_wrong):
-        return run_program(rank, world_size, program, folder)
-
-
-def _run_without_waiting(rank: int, world_size: int, program: Program, folder: str) -> Result:
-    """Units whose all-gather was issued ahead compute with memory that it has not filled."""
-    issue, wait = Unit.issue_unshard, Unit.wait_unshard
-    ahead: set[Unit] = set()
-
-    def issue_unshard(unit: Unit, phase: Phase) -> None:
-        (ahead.add if unit.is_unsharded else ahead.discard)(unit)
-        issue(unit, phase)
-
-    def wait_unshard(unit: Unit) -> None:
-        is_in_flight = unit in ahead and unit._gathers
-        wait(unit)
-        for flat in unit.flats if is_in_flight else ():
-            flat.allocate().zero_()
-
-    with (
-        patch.object(Unit, "issue_unshard", issue_unshard),
-        patch.object(Unit, "wait_unshard", wait_unshard),
-    ):
-        return run_program(rank, world_size, program, folder)
-
-
-def _run_with_old_values(rank: int, world_size: int, program: Program, folder: str) -> Result:
-    """Units that are unsharded when a forward begins compute with the values they have."""
-    with patch.object(Unit, "drop_outdated", lambda unit: None):
-        return run_program(rank, world_size, program, folder)
-
-
-@pytest.mark.parametrize("run", [_run_without_waiting, _run_with_old_values])
-def test_a_planted_fault_is_found(ranks: RankPool, run: Callable[..., Result]) -> None:
-    eager = [program for program in map(draw, range(100)) if program.mode == "eager"]
-    assert any(_wrong(ranks, program, run) and not _wrong(ranks, program) for program in eager)
+    assert not wrong(ranks, exact)
+    assert wrong(ranks, exact, run_with_weights_off)
 
 
 def _run_with_first_numbers(rank: int, world_size: int, program: Program, folder: str) -> Result:
@@ -231,6 +172,6 @@ def test_a_fault_of_units_is_found(
     ranks: RankPool, boundary: Boundary, kind: str, run: Callable[..., Result]
 ) -> None:
     unit = Leaf(kind, wrapped=True, boundary=boundary)
-    program = Program(Branch((unit, unit)), "FULL_SHARD", "eager", False, STEPS)
-    assert _wrong(ranks, program, run)
-    assert not _wrong(ranks, program)
+    program = Program(Branch((unit, unit)), "FULL_SHARD", "eager", "none", STEPS)
+    assert wrong(ranks, program, run)
+    assert not wrong(ranks, program)
