@@ -26,9 +26,8 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/support"))
 
-from fault_judge import Judge, Verdict
 from namespaces import why_there_is_no_link
-from random_faults import draw
+from random_faults import Judge, Verdict, draw
 
 from benchmarks.campaigns.support import forget_synced, rank_pool
 from benchmarks.command_line import at_least, output_file

@@ -6,10 +6,8 @@ python benchmarks/campaigns/random_faults.py --trials 200      # many
 from __future__ import annotations
 
 import pytest
-from fault_judge import Judge
-from faults import Fault
 from pool import RankPool
-from random_faults import Trial
+from random_faults import Fault, Judge, Trial
 
 TRIALS = {
     "raises in the loader": Trial(0, "eager", 2, 1, Fault("raise", "data"), 2, False),
