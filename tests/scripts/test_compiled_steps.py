@@ -60,8 +60,10 @@ def _losses(rank: int, wrapper: str, backend: str | None) -> list[float]:
     return [run(examples(rank, 2 * i), examples(rank, 2 * i + 1)).item() for i in range(4)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wrapper", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize(
+    ("wrapper", "backend"),
+    [("wrapper", "eager"), ("fully_shard", "aot_eager"), ("wrapper", "fsdp_dynamo_aot_eager")],
+)
 @on_ranks(2)
 def test_trains_as_ddp(rank: int, wrapper: str, backend: str) -> None:
     expected = _losses(rank, "ddp", None)

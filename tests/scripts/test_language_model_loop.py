@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from loops import clip
 from models import batch, make_transformer, wrap
-from modes import MODES, in_mode
+from modes import in_mode
 from pool import on_ranks
 from recipes import recipe
 from torch import nn
@@ -83,8 +83,7 @@ def _train(
     return seen
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("accumulate", ["flag", "no_sync"])
+@pytest.mark.parametrize(("mode", "accumulate"), [("eager", "flag"), ("graph", "no_sync")])
 @on_ranks(2)
 def test_trains_as_ddp(rank: int, mode: str, accumulate: str) -> None:
     """Losses, norms and samples, with groups made by dimension."""
@@ -106,34 +105,32 @@ def test_trains_as_ddp(rank: int, mode: str, accumulate: str) -> None:
 # -- one file, written by rank 0 -------------------------------------------------------------------
 
 
-def _new_run(mode: str) -> tuple[FSDP, nn.Module, torch.optim.Optimizer]:
+def _new_run() -> tuple[FSDP, torch.optim.Optimizer]:
     model = wrap(make_transformer(num_blocks=1))
-    optimizer = torch.optim.AdamW(_decay_groups(model), betas=(0.9, 0.95))
-    return model, in_mode(model, mode), optimizer
+    return model, torch.optim.AdamW(_decay_groups(model), betas=(0.9, 0.95))
 
 
-@pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
-def test_goes_on_from_the_file_of_rank_0(rank: int, tmp_path: Path, mode: str) -> None:
+def test_goes_on_from_the_file_of_rank_0(rank: int, tmp_path: Path) -> None:
     """Bit by bit; and the plain model reads it."""
     file = tmp_path / "checkpoint.pt"
-    model, run, optimizer = _new_run(mode)
-    _train(run, optimizer, rank, range(2), "no_sync")
+    model, optimizer = _new_run()
+    _train(model, optimizer, rank, range(2), "no_sync")
     state = {
-        "model": run.state_dict(),
+        "model": model.state_dict(),
         "optimizer": FSDP.optim_state_dict(model, optimizer),
         "step": 2,
     }
     if rank == 0:
         torch.save(state, file)
     dist.barrier()
-    rest = _train(run, optimizer, rank, range(2, STEPS), "no_sync")
+    rest = _train(model, optimizer, rank, range(2, STEPS), "no_sync")
 
-    model, run, optimizer = _new_run(mode)
+    model, optimizer = _new_run()
     state = torch.load(file, map_location="cpu", weights_only=True)
-    run.load_state_dict(state["model"])
+    model.load_state_dict(state["model"])
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
-    assert _train(run, optimizer, rank, range(state["step"], STEPS), "no_sync") == rest
+    assert _train(model, optimizer, rank, range(state["step"], STEPS), "no_sync") == rest
 
     plain = make_transformer(num_blocks=1)
     plain.load_state_dict(state["model"])

@@ -1,6 +1,6 @@
-"""Loops that leave the usual path: batches given up, ranks that part, conversions, frozen models.
+"""Loops that leave the usual path: batches given up, ranks that part, conversions, penalties.
 
-One kind of failure at a time: test_bad_input.py, test_divergence.py; freezing for training:
+One kind of failure at a time: test_bad_input.py; freezing for training:
 test_bad_input.py; zero_grad(set_to_none=False): test_accumulation.py.
 """
 
@@ -13,16 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import (
-    classification_loss,
-    different,
-    error_of,
-    examples,
-    fit,
-    make_classifier,
-    shard,
-    whole_gradients,
-)
+from loops import classification_loss, error_of, examples, fit, make_classifier, shard
 from modes import MODES, in_mode
 from pool import RankPool, on_ranks
 from torch import nn
@@ -103,93 +94,43 @@ def test_batches_given_up_after_an_exception(rank: int, mode: str) -> None:
 # -- ranks that part -------------------------------------------------------------------------------
 
 
-def _evaluates_alone(model: nn.Module, rank: int, group: dist.ProcessGroup) -> None:
-    """The first rank alone, while the others wait for it."""
-    if rank == 0:
-        model.eval()
-        with torch.no_grad():
-            model(examples(0)[0])
-    dist.barrier(group)
-
-
-def _evaluates_before_the_others_train(
-    model: nn.Module, rank: int, group: dist.ProcessGroup
-) -> None:
-    if rank == 0:
-        with torch.no_grad():
-            model(examples(0)[0])
-    classification_loss(model, examples(rank)).backward()
-
-
-def _one_batch_more(model: nn.Module, rank: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fit(model, optimizer, rank, range(2 if rank == 0 else 1))
-
-
-def _one_batch_more_then_save(model: nn.Module, rank: int, group: dist.ProcessGroup) -> None:
-    _one_batch_more(model, rank)
-    model.state_dict()
-
-
-def _one_batch_more_then_the_mean_loss(
-    model: nn.Module, rank: int, group: dist.ProcessGroup
-) -> None:
-    _one_batch_more(model, rank)
-    dist.all_reduce(torch.ones(1), group=group)
-
-
-PARTINGS = {
-    "evaluation, barrier": (_evaluates_alone, False),
-    "evaluation, training": (_evaluates_before_the_others_train, True),
-    "a batch more, saving": (_one_batch_more_then_save, True),
-    "a batch more, mean loss": (_one_batch_more_then_the_mean_loss, False),
-}
-"""And whether all ranks meet in collectives of the model, where they are compared."""
-
 TIMEOUT_S = 3.0
 
 
-def _part(rank: int, world_size: int, mode: str, name: str) -> tuple[str, float]:
+def _evaluates_alone(rank: int, world_size: int) -> tuple[str, float]:
+    """The first rank evaluates alone, while the others wait for it in a collective of their own."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    model = in_mode(shard(make_classifier(), process_group=group), mode)
+    model = shard(make_classifier(), process_group=group)
     classification_loss(model, examples(rank)).backward()
     began = time.monotonic()
-    message = error_of(lambda: PARTINGS[name][0](model, rank, group))
-    return message, time.monotonic() - began
+
+    def part() -> None:
+        if rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(examples(0)[0])
+        dist.barrier(group)
+
+    return error_of(part), time.monotonic() - began
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"),
-    [
-        *[("eager", name) for name in PARTINGS],
-        ("graph", "a batch more, saving"),
-        ("graph", "evaluation, barrier"),
-        ("hooks", "evaluation, barrier"),
-    ],
-)
-def test_ranks_that_part_get_an_error(ranks: RankPool, mode: str, name: str) -> None:
-    """Never a hang: at once where ranks are compared, else after the group's timeout."""
-    (first, seconds), (other, seconds_too) = ranks.run(_part, 2, mode, name)
+def test_ranks_that_part_get_an_error(ranks: RankPool) -> None:
+    """Never a hang; at once where ranks meet in the model's collectives: test_divergence.py."""
+    (first, seconds), (other, seconds_too) = ranks.run(_evaluates_alone, 2)
     assert max(seconds, seconds_too) < 10 * TIMEOUT_S
-    if PARTINGS[name][1]:
-        assert first == other
-        assert first.startswith("DivergenceError")
-        assert "rank 0" in first
-        assert "rank 1" in first
-    else:
-        assert first.startswith("RankFailedError: rank 1: expected its part of the all-gather")
-        assert other  # torch's own
+    assert first.startswith("RankFailedError: rank 1: expected its part of the all-gather")
+    assert other  # torch's own
 
 
 # -- conversions -----------------------------------------------------------------------------------
 
 
-def _trained_in(model: nn.Module, run: nn.Module, dtype: torch.dtype) -> list[float]:
+def _trained_in(model: nn.Module, dtype: torch.dtype) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(3):
         x, y = examples(0, step)
-        loss = nn.functional.cross_entropy(run(x.to(dtype)), y)
+        loss = nn.functional.cross_entropy(model(x.to(dtype)), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -197,107 +138,39 @@ def _trained_in(model: nn.Module, run: nn.Module, dtype: torch.dtype) -> list[fl
     return losses
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["half", "bfloat16", "double"])
 @on_ranks(2)
-def test_whole_models_converted_before_and_after(rank: int, mode: str, dtype: str) -> None:
-    plain = getattr(make_classifier(), dtype)()
-    of_dtype = next(plain.parameters()).dtype
-    expected = _trained_in(plain, plain, of_dtype)
-    before, after = shard(getattr(make_classifier(), dtype)()), shard(make_classifier())
-    run = in_mode(after, mode)
-    classification_loss(run, examples(0)).backward()
-    after.zero_grad()
-    getattr(after, dtype)()
-    for model, call in ((before, in_mode(before, mode)), (after, run)):
-        assert _trained_in(model, call, of_dtype) == pytest.approx(expected, rel=1e-6)
-        assert {value.dtype for value in model.state_dict().values()} == {of_dtype}
-
-
-# -- frozen for inference --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@on_ranks(2)
-def test_a_model_frozen_for_inference(rank: int, mode: str) -> None:
-    """After training; and trained again."""
-    model = shard(make_classifier())
-    run = in_mode(model, mode)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fit(run, optimizer, rank, range(2))
-    plain = make_classifier()
-    plain.load_state_dict(model.state_dict())
-    expected = plain(examples(rank)[0]).detach()
-
-    model.eval().requires_grad_(False)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            torch.testing.assert_close(run(examples(rank)[0]), expected)
-    model.train().requires_grad_(True)
-    fit(run, optimizer, rank, range(2, 3))
+def test_whole_models_converted_before_and_after(rank: int) -> None:
+    for dtype in ("half", "bfloat16", "double"):
+        plain = getattr(make_classifier(), dtype)()
+        of_dtype = next(plain.parameters()).dtype
+        expected = _trained_in(plain, of_dtype)
+        before, after = shard(getattr(make_classifier(), dtype)()), shard(make_classifier())
+        classification_loss(after, examples(0)).backward()
+        after.zero_grad()
+        getattr(after, dtype)()
+        for model in (before, after):
+            assert _trained_in(model, of_dtype) == pytest.approx(expected, rel=1e-6), dtype
+            assert {value.dtype for value in model.state_dict().values()} == {of_dtype}
 
 
 # -- gradients of gradients ------------------------------------------------------------------------
 
 
-def _penalty(model: nn.Module, rank: int) -> None:
-    """The gradient's norm by the input, differentiated once more."""
-    x = examples(rank)[0].requires_grad_(True)
-    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    (grad.norm(dim=1) - 1).square().mean().backward()
-
-
-def _by_input(model: nn.Module, rank: int) -> torch.Tensor:
-    x = examples(rank)[0].requires_grad_(True)
-    (grad,) = torch.autograd.grad(model(x).sum(), x)
-    return grad
-
-
-@pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
-def test_a_gradient_penalty_is_right_or_refused_in_words(rank: int, mode: str) -> None:
-    """Gradients by the input are right after it, and training goes on."""
-    sharded = shard(make_classifier())
-    model = in_mode(sharded, mode)
-    message = error_of(lambda: _penalty(model, rank))
-    if message:
-        assert "create_graph" in message or "double backward" in message, message
-    else:
-        plain = make_classifier()
-        for other in range(dist.get_world_size()):
-            _penalty(plain, other)
-        named = plain.named_parameters()
-        means = {n: p.grad / dist.get_world_size() for n, p in named if p.grad is not None}
-        assert different(whole_gradients(sharded), means) == []
-    model.zero_grad()
-    expected = _by_input(make_classifier(), rank)
-    torch.testing.assert_close(_by_input(model, rank), expected, rtol=1e-4, atol=1e-6)
+def test_a_gradient_penalty_in_a_graph_is_refused_in_words(rank: int) -> None:
+    """Training goes on after it; in eager mode: test_double_backward.py."""
+    model = in_mode(shard(make_classifier()), "graph")
+    x = examples(rank)[0].requires_grad_(True)
+
+    def penalty() -> None:
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (grad.norm(dim=1) - 1).square().mean().backward()
+
+    message = error_of(penalty)
+    assert "create_graph" in message or "double backward" in message, message
     model.zero_grad()
     losses = [
         fit(one, torch.optim.SGD(one.parameters(), lr=0.1), rank, range(2))
         for one in (DistributedDataParallel(make_classifier()), model)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-# -- no gradient at all ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(2)
-def test_a_frozen_model_below_a_head(rank: int, mode: str) -> None:
-    """A model that never learns, and a head on top that does."""
-    body = shard(make_classifier().requires_grad_(False))
-    torch.manual_seed(1)
-    head = DistributedDataParallel(nn.Linear(3, 3))
-    run = in_mode(body, mode)
-    nn.functional.cross_entropy(head(run(examples(rank)[0])), examples(rank)[1]).backward()
-    assert all(p.grad is None for p in body.parameters())
-    torch.manual_seed(1)
-    alone = nn.Linear(3, 3)
-    world_size = dist.get_world_size()
-    for other in range(world_size):
-        x, y = examples(other)
-        (nn.functional.cross_entropy(alone(make_classifier()(x)), y) / world_size).backward()
-    got = {name: p.grad for name, p in head.module.named_parameters()}
-    assert different(got, {name: p.grad for name, p in alone.named_parameters()}) == []
