@@ -324,21 +324,29 @@ def draw_beside_fsdp1(
         policy = "custom"
         tied = [rng.choice([None, None, *range(number)]) for _ in range(number)]
         tree = map_leaves(tree, lambda leaf: replace(leaf, tied_to=tied.pop(), frozen="none"))
+    strategy = rng.choice(strategies)
+    calls = [call for _ in range(_NUM_CALLS) for call in _draw_calls_beside_fsdp1(rng)]
+    prefetch = (
+        rng.random() < 0.3,
+        rng.choice(["BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", None]),
+    )
+    ignored = None
+    if rng.random() < 0.15:
+        ignored = (rng.randrange(number), rng.choice(["ignored_modules", "ignored_states"]))
+        # Its gradients differ between ranks, so each rank would clip by a norm of its own.
+        calls = [call for call in calls if call[0] != "clip"]
+    if strategy == "NO_SHARD":  # where FSDP1's frozen parameters vanish
+        tree = map_leaves(tree, lambda leaf: replace(leaf, frozen="none"))
     return Program(
         tree,
-        rng.choice(strategies),
+        strategy,
         mode,
         precision,
-        tuple(call for _ in range(_NUM_CALLS) for call in _draw_calls_beside_fsdp1(rng)),
+        tuple(calls),
         policy,
         beside_fsdp1=True,
-        prefetch=(
-            rng.random() < 0.3,
-            rng.choice(["BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", None]),
-        ),
-        ignored=(rng.randrange(number), rng.choice(["ignored_modules", "ignored_states"]))
-        if rng.random() < 0.15
-        else None,
+        prefetch=prefetch,
+        ignored=ignored,
     )
 
 
@@ -890,8 +898,10 @@ class _BesideFSDP1(_Pair):
 
     def _reshard_reference(self) -> None:
         """Frozen units, and others after a forward alone, would stay unsharded."""
-        with fsdp1.FullyShardedDataParallel.summon_full_params(self.plain, writeback=False):
-            pass
+        for unit in fsdp1.FullyShardedDataParallel.fsdp_modules(self.plain):
+            handle = unit._handle
+            if handle and not handle.is_sharded(handle.flat_param):
+                handle.reshard(handle.uses_sharded_strategy)
 
     def _clip_reference(self, largest: float, kind: float) -> torch.Tensor:
         return self.plain.clip_grad_norm_(largest, kind)
