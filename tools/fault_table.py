@@ -259,7 +259,7 @@ FAULTS = (
         "Dtypes.sum",
         "torch.promote_types(self.param, self.reduce)",
         "self.reduce",
-        ("tests/core/test_precision_of_sums.py",),
+        ("tests/core/test_accumulation.py",),
     ),
     Fault(
         "buffers-stay-low",

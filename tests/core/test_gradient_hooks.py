@@ -7,31 +7,37 @@ from typing import Any
 
 import pytest
 import torch
+from loops import error_of
 from models import batch, loss_of, make_transformer, train, wrap
-from modes import MODES, in_mode
-from pool import RankPool
+from modes import in_mode
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fsdp_dynamo import FSDP, FSDPStateError, explain
+from fsdp_dynamo import FSDP, explain
+from fsdp_dynamo.core.dtensors import run_post_accumulate_hooks
 
-STEPS = 3
 
-
-def _optimizers_in_backward(
-    rank: int, world_size: int, mode: str, when: str
-) -> tuple[list[float], list[float], list[int]]:
-    """Losses with one optimizer, with one for each parameter that runs in its hook, and calls."""
-    expected, _ = train(in_mode(wrap(make_transformer(num_blocks=2)), mode), rank, steps=STEPS)
-    model = make_transformer(num_blocks=2)
+@pytest.mark.parametrize(
+    ("mode", "when"),
+    [("eager", "before"), ("eager", "after"), ("hooks", "before"), ("graph", "after")],
+)
+@on_ranks(2)
+def test_optimizers_in_backward(rank: int, mode: str, when: str) -> None:
+    """One for each parameter, in hooks registered before wrapping or after it, steps as one for all
+    does. Under no_sync() hooks rest; they see an accumulated gradient once."""
+    expected, _ = train(wrap(make_transformer(num_blocks=1)), rank, steps=2)
+    model = make_transformer(num_blocks=1)
     wrapped = wrap(model) if when == "after" else None
     optimizers: dict[nn.Parameter, torch.optim.Optimizer] = {}
     calls: Counter[nn.Parameter] = Counter()
 
     def step(param: nn.Parameter) -> None:
         calls[param] += 1
+        assert param.grad is not None
+        assert param.grad.shape == param.shape
         if param not in optimizers:  # not before it is sharded
             optimizers[param] = torch.optim.SGD([param], lr=0.1)
         optimizers[param].step()
@@ -39,109 +45,75 @@ def _optimizers_in_backward(
 
     for param in (wrapped or model).parameters():
         param.register_post_accumulate_grad_hook(step)
-    compiled = in_mode(wrapped or wrap(model), mode)
-    losses = []
-    for index in range(STEPS):
+    wrapped = wrapped or wrap(model)
+    compiled = in_mode(wrapped, mode)
+    for index in range(2):
         loss = loss_of(compiled, batch(rank, index))
         loss.backward()
-        losses.append(loss.item())
-    return expected, losses, [calls[param] for param in model.parameters()]
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("mode", MODES)
-def test_optimizers_in_backward(ranks: RankPool, mode: str, when: str) -> None:
-    for expected, losses, calls in ranks.run(_optimizers_in_backward, 2, mode, when):
-        assert losses == pytest.approx(expected, rel=1e-6)
-        assert set(calls) == {STEPS}
-
-
-def _under_no_sync(rank: int, world_size: int, mode: str) -> tuple[list[bool], int]:
-    model = wrap(make_transformer(num_blocks=1))
-    compiled = in_mode(model, mode)
-    is_shard: list[bool] = []
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(
-            lambda param: is_shard.append(param.grad.shape == param.shape)
-        )
-    with model.no_sync():
+        assert loss.item() == pytest.approx(expected[index], rel=1e-5)
+    assert [calls[param] for param in model.parameters()] == [2] * len(calls)
+    with wrapped.no_sync():
         loss_of(compiled, batch(rank, 0)).backward()
-    assert is_shard == []
+    assert set(calls.values()) == {2}
     loss_of(compiled, batch(rank, 1)).backward()
-    return is_shard, len([*model.parameters()])
+    assert [calls[param] for param in model.parameters()] == [3] * len(calls)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_accumulated_gradients_are_seen_once(ranks: RankPool, mode: str) -> None:
-    for is_shard, count in ranks.run(_under_no_sync, 2, mode):
-        assert is_shard == [True] * count
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@on_ranks(2)
+def test_torchs_optimizers_step_in_backward(rank: int, mode: str) -> None:
+    expected, _ = train(wrap(make_transformer(num_blocks=1)), rank, steps=3)
+    wrapped = wrap(make_transformer(num_blocks=1))
+    _apply_optimizer_in_backward(torch.optim.SGD, wrapped.parameters(), {"lr": 0.1})
+    call = in_mode(wrapped, mode)
+    for step in range(3):
+        loss = loss_of(call, batch(rank, step))
+        loss.backward()
+        assert loss.item() == pytest.approx(expected[step], rel=1e-5)
 
 
-def _not_in_a_rehearsal(rank: int, world_size: int) -> tuple[int, int]:
-    model = wrap(make_transformer(num_blocks=1))
+@on_ranks(2)
+def test_hooks_rest_while_a_step_is_explained(rank: int) -> None:
+    model = FSDP(nn.Linear(4, 4))
     calls: list[nn.Parameter] = []
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(calls.append)
-    explain(model, batch(rank, 0))
-    rehearsed = len(calls)
-    loss_of(model, batch(rank, 0)).backward()
-    return rehearsed, len(calls) - len([*model.parameters()])
+    explain(model, torch.ones(2, 4))
+    assert calls == []
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(calls) == 2
 
 
-def test_hooks_rest_while_a_step_is_explained(ranks: RankPool) -> None:
-    assert ranks.run(_not_in_a_rehearsal, 2) == [(0, 0)] * 2
-
-
-def _on_a_dtensor(rank: int, world_size: int) -> list[tuple[bool, int]]:
+@on_ranks(2)
+def test_hooks_of_dtensors_go_to_their_local_parameters(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
     seen: list[nn.Parameter] = []
     handles = [p.register_post_accumulate_grad_hook(seen.append) for p in model.parameters()]
     wrapped = FSDP(model, device_mesh=mesh["dp"])
-    found = []
-    for _ in range(2):
+    for _ in range(2):  # of which the second has no hooks
         wrapped(torch.ones(2, 4)).sum().backward()
-        now = [*wrapped.parameters()]
-        found.append((all(a is b for a, b in zip(seen, now, strict=False)), len(seen)))
+        assert all(a is b for a, b in zip(seen, wrapped.parameters(), strict=True))
         for handle in handles:
             handle.remove()
-    return found
 
 
-def test_hooks_of_dtensors_go_to_their_local_parameters(ranks: RankPool) -> None:
-    assert ranks.run(_on_a_dtensor, 2) == [[(True, 2), (True, 2)]] * 2
-
-
-def _tensor_hook(rank: int, world_size: int, mode: str) -> list[str]:
-    messages = []
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@on_ranks(2)
+def test_hooks_of_tensors_are_refused(rank: int, mode: str) -> None:
     before = nn.Linear(4, 4)
     before.bias.register_hook(lambda grad: grad)
     after = FSDP(nn.Linear(4, 4))
     after.module.bias.register_hook(lambda grad: grad)
-
-    def run_after() -> None:
-        in_mode(after, mode)(torch.ones(2, 4)).sum().backward()
-
-    for action in (lambda: FSDP(before), run_after):
-        try:
-            action()
-        except FSDPStateError as error:
-            messages.append(str(error))
-    return messages
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_hooks_of_tensors_are_refused(ranks: RankPool, mode: str) -> None:
-    for messages in ranks.run(_tensor_hook, 2, mode):
-        assert len(messages) == 2
-        for message in messages:
-            assert "parameter 'bias'" in message
-            assert "register_post_accumulate_grad_hook()" in message
+    run = in_mode(after, mode)
+    wrong = lambda: FSDP(before), lambda: run(torch.ones(2, 4)).sum().backward()
+    for message in map(error_of, wrong):
+        assert "FSDPStateError: " in message
+        assert "parameter 'bias'" in message
+        assert "register_post_accumulate_grad_hook()" in message
 
 
 def test_the_order_of_registration() -> None:
-    from fsdp_dynamo.core.dtensors import run_post_accumulate_hooks
-
     param, seen = nn.Parameter(torch.ones(1)), list[Any]()
     first = param.register_post_accumulate_grad_hook(lambda p: seen.append(("first", p is param)))
     param.register_post_accumulate_grad_hook(lambda p: seen.append(("second", p is param)))
@@ -149,25 +121,3 @@ def test_the_order_of_registration() -> None:
     first.remove()
     run_post_accumulate_hooks(param)
     assert seen == [("first", True), ("second", True), ("second", True)]
-
-
-def _torchs_optimizers_in_backward(
-    rank: int, world_size: int, mode: str
-) -> tuple[list[float], list[float]]:
-    """Losses with one optimizer, and with those that torch runs inside backward."""
-    expected, _ = train(in_mode(wrap(make_transformer(num_blocks=1)), mode), rank, steps=STEPS)
-    wrapped = wrap(make_transformer(num_blocks=1))
-    _apply_optimizer_in_backward(torch.optim.SGD, wrapped.parameters(), {"lr": 0.1})
-    call = in_mode(wrapped, mode)
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(call, batch(rank, step))
-        loss.backward()
-        losses.append(loss.item())
-    return expected, losses
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_torchs_optimizers_step_in_backward(ranks: RankPool, mode: str) -> None:
-    for expected, losses in ranks.run(_torchs_optimizers_in_backward, 2, mode):
-        assert losses == pytest.approx(expected, rel=1e-5)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from graphs import Builder
-from modes import INDUCTOR_MODES, MODES, in_mode
-from pool import RankPool
+from loops import different, gradients, whole_gradients
+from modes import MODES, in_mode
+from pool import on_ranks
 from torch import nn
 
-from fsdp_dynamo import FSDP, DivergenceError, events, record_plans
+from fsdp_dynamo import FSDP, DivergenceError, record_events, record_plans
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.markers import Mark
 from graph_passes.scheduling.plan import Plan
@@ -43,106 +43,54 @@ def _batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _expected(world_size: int) -> list[torch.Tensor]:
-    """Parameters of one process after the steps of all ranks."""
-    model = _Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        for rank in range(world_size):
-            (model(_batch(rank, step)).square().mean() / world_size).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def _train(
-    rank: int, world_size: int, mode: str, options: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[str], list[str]]:
-    """Parameters; units that were gathered in the last step; problems with the plan, if made."""
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_any_name(rank: int, mode: str, tmp_path: Path) -> None:
+    """Gradients are those of one process, each unit is gathered, and plans can be saved."""
     model = FSDP(_Model(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    problems = []
-    with record_plans() as log:
-        run = in_mode(model, mode, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            optimizer.zero_grad()
-            with events.record_events() as recorded:
-                run(_batch(rank, step)).square().mean().backward()
-            optimizer.step()
-    if mode.startswith("graph"):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "plan.json"
-            log.plan().save(path)
-            problems = log.plan().diff(Plan.load(path))
-            planned = {transfer.unit for graph in log.plan().graphs for transfer in graph.transfers}
-            torch._dynamo.reset()
-            in_mode(model, mode, **options, plan=str(path))(_batch(rank, 0)).sum().backward()
-        problems += sorted(planned ^ {"", *(f"layers.{key}" for key in KEYS)})
-    units = list(dict.fromkeys(event.unit for event in recorded if event.kind == "all_gather"))
-    with FSDP.summon_full_params(model):
-        return [parameter.detach().clone() for parameter in model.parameters()], units, problems
+    with record_plans() as log, record_events() as recorded:
+        in_mode(model, mode)(_batch(rank, 0)).square().mean().backward()
+    plain = _Model()
+    for other in range(2):
+        (plain(_batch(other, 0)).square().mean() / 2).backward()
+    assert different(whole_gradients(model), gradients(plain)) == []
+    units = {"", *(f"layers.{key}" for key in KEYS)}
+    assert {event.unit for event in recorded if event.kind == "all_gather"} == units
+    if mode == "graph":
+        path = tmp_path / f"plan of rank {rank}.json"
+        log.plan().save(path)
+        assert log.plan().diff(Plan.load(path)) == []
+        assert {t.unit for graph in log.plan().graphs for t in graph.transfers} == units
+        torch._dynamo.reset()
+        in_mode(model, mode, plan=str(path))(_batch(rank, 0)).square().mean().backward()
 
 
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        *((mode, {}) for mode in MODES),
-        ("graph", {"regions": True}),
-        *((pytest.param(mode, {}, marks=pytest.mark.slow)) for mode in INDUCTOR_MODES),
-    ],
-)
-def test_any_name(ranks: RankPool, mode: str, options: dict[str, Any]) -> None:
-    for parameters, units, problems in ranks.run(_train, 2, mode, options):
-        assert problems == []
-        assert sorted(units) == sorted(["", *(f"layers.{key}" for key in KEYS)])
-        torch.testing.assert_close(parameters, _expected(2))
-
-
-def _skip_one(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_unit_that_one_rank_leaves_out_is_named(rank: int) -> None:
     model: Any = FSDP(_Model(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    run = model.module if hasattr(model, "module") else model
     model(_batch(rank, 0)).sum().backward()
     if rank == 1:
-        run.layers["d,e"].forward = nn.Identity().forward
-    try:
+        model.module.layers["d,e"].forward = nn.Identity().forward
+    with pytest.raises(DivergenceError, match=r"unit 'layers\.d,e'"):
         model(_batch(rank, 1)).sum().backward()
-    except DivergenceError as error:
-        return str(error)
-    return ""
-
-
-def test_a_unit_that_one_rank_leaves_out_is_named(ranks: RankPool) -> None:
-    for message in ranks.run(_skip_one, 2):
-        assert "unit 'layers.d,e'" in message
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_marks_and_labels(name: str) -> None:
+def test_texts(name: str) -> None:
+    """Of marks, labels, fingerprints and listings."""
     mark = Mark(name, "all_gather", "forward", 1, True)
     assert Mark.decode(mark.encode()) == mark
     label = Label(name, "all_gather", "forward", (name, ""), ("", name, name), 3)
     assert Label.decode(label.encode()) == label
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_fingerprints(name: str) -> None:
     builder = Builder()
     shard = builder.input("shard")
     shard.meta["val"] = torch.empty(10)
-    gathers = [builder.gather(name, shard) for _ in range(2)]
-    builder.graph.output(tuple(gathers))
+    builder.graph.output(tuple(builder.gather(name, shard) for _ in range(2)))
     entries = fingerprint(builder.graph).split(SEPARATOR)
     assert len(entries) == 2
-    assert f"of unit '{name or '(root)'}', flat parameter 0, 10 float32" in describe_entry(
-        entries[0]
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("kind", "is_wait"), [("", False), ("all_gather", False), ("all_gather", True)]
-)
-def test_listings(name: str, kind: str, is_wait: bool) -> None:
-    line = Line("    x = aten.mm.default(a, b)", name, kind, is_wait)
-    assert "\n" not in str(line)
-    assert Line.parse(str(line)) == line
+    wanted = f"of unit '{name or '(root)'}', flat parameter 0, 10 float32"
+    assert wanted in describe_entry(entries[0])
+    for kind, is_wait in (("", False), ("all_gather", False), ("all_gather", True)):
+        line = Line("    x = aten.mm.default(a, b)", name, kind, is_wait)
+        assert "\n" not in str(line)
+        assert Line.parse(str(line)) == line

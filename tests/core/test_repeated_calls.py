@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops import different, whole_gradients
+from loops import different, gradients, whole, whole_gradients
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,16 +68,21 @@ def _batch(rank: int, step: int = 0) -> torch.Tensor:
 def _mean_of_ranks(loss: Callable[[int], torch.Tensor], model: nn.Module) -> dict[str, Any]:
     """Gradients of a plain model; ``loss`` is that of a rank of two."""
     ((loss(0) + loss(1)) / 2).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients(model)
 
 
 # -- what is summed --------------------------------------------------------------------------------
 
 
-def _optimizers_in_backward(
-    rank: int, world_size: int, mode: str, uses_checkpoint: bool
-) -> tuple[list[str], set[int]]:
-    """Steps of a parameter's own optimizer, beside one process with one for all."""
+@pytest.mark.parametrize(
+    ("mode", "uses_checkpoint"),
+    [("eager", False), ("eager", True), ("hooks", True), ("graph", True)],
+)
+@on_ranks(2)
+def test_an_optimizer_in_the_backward_steps_once(
+    rank: int, mode: str, uses_checkpoint: bool
+) -> None:
+    """That of each parameter, beside one process with one for all."""
     plain, sharded = _plain(uses_checkpoint), _sharded(_plain(uses_checkpoint))
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     calls: Counter[str] = Counter()
@@ -96,61 +101,42 @@ def _optimizers_in_backward(
         reference.step()
         reference.zero_grad()
         run(_batch(rank, number)).backward()
-    with FSDP.summon_full_params(sharded):
-        values = {name: p.detach().clone() for name, p in sharded.named_parameters()}
-    expected = {name: p.detach() for name, p in plain.named_parameters()}
-    return different(values, expected), set(calls.values())
+    values = {name: whole(p.detach()) for name, p in sharded.named_parameters()}
+    assert different(values, {name: p.detach() for name, p in plain.named_parameters()}) == []
+    assert set(calls.values()) == {3}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("uses_checkpoint", [False, True])
-def test_an_optimizer_in_the_backward_steps_once(
-    ranks: RankPool, mode: str, uses_checkpoint: bool
-) -> None:
-    for found in ranks.run(_optimizers_in_backward, 2, mode, uses_checkpoint):
-        assert found == ([], {3})
-
-
-def _one_backward_of_two_forwards(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_two_forwards_before_a_backward_are_reduced_once(rank: int) -> None:
     plain, sharded = _plain(), _sharded(_plain())
     expected = _mean_of_ranks(lambda r: plain(_batch(r)) * plain(_batch(r, 1)), plain)
     with record_events() as events:
         (sharded(_batch(rank)) * sharded(_batch(rank, 1))).backward()
-    reductions = Counter(e.unit for e in events if e.kind == "reduce_scatter")
-    return different(whole_gradients(sharded), expected), reductions
+    assert _count([*events], "reduce_scatter", "backward") == dict.fromkeys(UNITS, 1)
+    assert different(whole_gradients(sharded), expected) == []
 
 
-def test_two_forwards_before_a_backward_are_reduced_once(ranks: RankPool) -> None:
-    for wrong, reductions in ranks.run(_one_backward_of_two_forwards, 2):
-        assert wrong == []
-        assert reductions == dict.fromkeys(UNITS, 1)
-
-
-def _backwards_of_parts(rank: int, world_size: int, mode: str) -> list[str]:
+@pytest.mark.parametrize("mode", ["eager", "hooks-inductor"])
+@on_ranks(2)
+def test_backwards_of_other_calls(rank: int, mode: str) -> None:
     """Two backwards of one forward, which reach different calls."""
     plain, sharded = _plain(), _sharded(_plain())
 
-    def parts(model: nn.Module, one: int, run: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        return run(_batch(one)), run(_batch(one, 1), 2)
-
     def losses(one: int) -> torch.Tensor:
-        first, second = parts(plain, one, plain)
+        first, second = plain(_batch(one)), plain(_batch(one, 1), 2)
         return first + first * second
 
     expected = _mean_of_ranks(losses, plain)
-    first, second = parts(sharded, rank, in_mode(sharded, mode))
+    run = in_mode(sharded, mode)
+    first, second = run(_batch(rank)), run(_batch(rank, 1), 2)
     first.backward(retain_graph=True)
     (first * second).backward()
-    return different(whole_gradients(sharded), expected)
+    assert different(whole_gradients(sharded), expected) == []
 
 
-@pytest.mark.parametrize("mode", ["eager", "hooks", "hooks-inductor"])
-def test_backwards_of_other_calls(ranks: RankPool, mode: str) -> None:
-    assert ranks.run(_backwards_of_parts, 2, mode) == [[], []]
-
-
-def _after_an_error(rank: int, world_size: int) -> list[str]:
-    """Gradients that were there when a backward failed are in no later one."""
+@on_ranks(2)
+def test_after_a_backward_that_failed(rank: int) -> None:
+    """Gradients that were there then are in no later one."""
     plain, sharded = _plain(), _sharded(_plain())
     expected = _mean_of_ranks(lambda r: plain(_batch(r)), plain)
     for where in ("first", "between", "head"):
@@ -167,39 +153,14 @@ def _after_an_error(rank: int, world_size: int) -> list[str]:
             loss.backward()
         sharded.zero_grad()
     sharded(_batch(rank)).backward()
-    return different(whole_gradients(sharded), expected)
-
-
-def test_after_a_backward_that_failed(ranks: RankPool) -> None:
-    assert ranks.run(_after_an_error, 2) == [[], []]
+    assert different(whole_gradients(sharded), expected) == []
 
 
 # -- what is gathered and reduced ------------------------------------------------------------------
 
 
-def _collectives(rank: int, world_size: int, mode: str) -> list[Event]:
-    sharded = _sharded(_plain())
-    run = in_mode(sharded, mode)
-    for number in range(3):
-        with record_events() as events:
-            run(_batch(rank, number)).backward()
-    return list(events)
-
-
 def _count(events: list[Event], kind: str, phase: str) -> dict[str, int]:
     return Counter(e.unit for e in events if e.kind == kind and e.phase == phase)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_collectives_of_a_step(ranks: RankPool, mode: str) -> None:
-    apart = 1 if mode == "graph" else 2  # calls of ``shared`` with another unit in between
-    for events in ranks.run(_collectives, 2, mode):
-        assert _count(events, "reduce_scatter", "backward") == dict.fromkeys(UNITS, 1)
-        gathers = {**dict.fromkeys(UNITS, 1), "shared": apart}
-        assert _count(events, "all_gather", "forward") == gathers
-        if mode == "graph":
-            del gathers["first"]  # nothing asks for the gradient of its input
-        assert _count(events, "all_gather", "backward") == gathers
 
 
 def _most_unsharded(events: list[Event]) -> int:
@@ -216,39 +177,49 @@ def _most_unsharded(events: list[Event]) -> int:
     return most
 
 
-@pytest.mark.parametrize("mode", ["eager", "hooks"])
-def test_one_unit_is_gathered_ahead(ranks: RankPool, mode: str) -> None:
-    """Also behind many calls in a row, each of which could gather one more."""
-    for events in ranks.run(_collectives, 2, mode):
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_collectives_of_a_step(rank: int, mode: str) -> None:
+    """One unit is gathered ahead, also behind many calls in a row, each of which could gather one
+    more."""
+    run = in_mode(_sharded(_plain()), mode)
+    for number in range(3):
+        with record_events() as log:
+            run(_batch(rank, number)).backward()
+    events = list(log)
+    assert _count(events, "reduce_scatter", "backward") == dict.fromkeys(UNITS, 1)
+    apart = 1 if mode == "graph" else 2  # calls of ``shared`` with another unit in between
+    gathers = {**dict.fromkeys(UNITS, 1), "shared": apart}
+    assert _count(events, "all_gather", "forward") == gathers
+    if mode == "graph":
+        del gathers["first"]  # nothing asks for the gradient of its input
+    else:
         assert _most_unsharded(events) == 2
+    assert _count(events, "all_gather", "backward") == gathers
 
 
 # -- ranks that call a unit more often than others -------------------------------------------------
 
 
-def _uneven(rank: int, world_size: int, mode: str, strategy: str) -> list[str]:
-    plain = _plain()
-    wrapped = _plain()
+@pytest.mark.parametrize(
+    ("mode", "strategy"),
+    [("eager", "SHARD_GRAD_OP"), ("eager", "NO_SHARD"), ("hooks", "SHARD_GRAD_OP")],
+)
+@on_ranks(2)
+def test_ranks_call_a_unit_in_a_row_as_often_as_they_like(
+    rank: int, mode: str, strategy: str
+) -> None:
+    """A head for chunks of another number on each rank, say, if it stays unsharded in between."""
+    plain, wrapped = _plain(), _plain()
+    options = {"sharding_strategy": ShardingStrategy[strategy]}
     for name in UNITS:
-        options = {"sharding_strategy": ShardingStrategy[strategy]}
         wrapped.register_module(name, FSDP(wrapped.get_submodule(name), **options))
     sharded = FSDP(wrapped, **options)
     run = in_mode(sharded, mode)
-    wrong = []
     for number in range(3):
         chunks = (1 + number, 4 - number)
         plain.zero_grad()
         sharded.zero_grad()
         expected = _mean_of_ranks(lambda r, n=number, c=chunks: plain(_batch(r, n), c[r]), plain)
         run(_batch(rank, number), chunks[rank]).backward()
-        wrong += different(whole_gradients(sharded), expected)
-    return wrong
-
-
-@pytest.mark.parametrize("mode", ["eager", "hooks"])
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
-def test_ranks_call_a_unit_in_a_row_as_often_as_they_like(
-    ranks: RankPool, mode: str, strategy: str
-) -> None:
-    """A head for chunks of another number on each rank, say, if it stays unsharded in between."""
-    assert ranks.run(_uneven, 2, mode, strategy) == [[], []]
+        assert different(whole_gradients(sharded), expected) == []

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from modes import MODES, in_mode
+from loops import different, error_of, whole
+from modes import in_mode
 from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -39,13 +41,12 @@ from fsdp_dynamo import (
     FSDP,
     FSDPValueError,
     ShardingStrategy,
-    StateDictType,
     checkpoint,
     fully_shard,
 )
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
-DIM, HIDDEN, LENGTH, STEPS = 8, 12, 6, 3
+DIM, HIDDEN, LENGTH = 8, 12, 6
 
 
 class Layer(nn.Module):
@@ -65,7 +66,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(17, DIM)
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.ModuleList([Layer()])
         self.head = nn.Linear(DIM, 17)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -105,84 +106,13 @@ def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
 
 
-def _one_process(steps: int = STEPS) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Both replicas' batches in turn, on one rank."""
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, norms = [], []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = (_loss(model, _tokens(0, step)) + _loss(model, _tokens(1, step))) / 2
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms, model.state_dict()
-
-
-def _two_dimensions(
-    rank: int, world_size: int, mode: str, composable: bool, kwargs: dict[str, Any]
-) -> tuple[Any, Any, list[str], list[str]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    expected = _one_process()
-    plain = _parallelize(_model(), mesh["tp"])
-    policy = ModuleWrapPolicy({Layer})
-    if composable:
-        sharded = fully_shard(plain, policy=policy, mesh=mesh["dp"], **kwargs)
-    else:
-        sharded = FSDP(plain, auto_wrap_policy=policy, device_mesh=mesh["dp"], **kwargs)
-    model = in_mode(sharded, mode)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, norms = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = _loss(model, _tokens(rank // 2, step))
-        loss.backward()
-        norms.append(float(sharded.clip_grad_norm_(0.5)))
-        optimizer.step()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean, torch.distributed.ReduceOp.AVG, mesh.get_group("dp"))
-        losses.append(mean.item())
-    state = sharded.state_dict()
-    wrong = [
-        k for k, v in expected[2].items() if not torch.allclose(_plain(state[k]), v, 1e-3, 1e-5)
-    ]
-    sharded.load_state_dict(_model().state_dict())
-    fresh = sharded.state_dict()
-    wrong += [
-        f"loaded {k}" for k, v in _model().state_dict().items() if not v.equal(_plain(fresh[k]))
-    ]
-    kinds = {type(p).__name__ for p in sharded.parameters()}
-    return (losses, norms), expected[:2], wrong, sorted(kinds)
-
-
-@pytest.mark.parametrize(
-    ("mode", "composable", "kwargs"),
-    [
-        ("eager", False, {}),
-        ("eager", True, {}),
-        ("eager", False, {"sharding_strategy": ShardingStrategy.NO_SHARD}),
-        ("hooks", False, {}),
-        ("graph", False, {}),
-        pytest.param("graph-inductor", True, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_equals_one_process(
-    ranks: RankPool, mode: str, composable: bool, kwargs: dict[str, Any]
-) -> None:
-    for got, expected, wrong, kinds in ranks.run(_two_dimensions, 4, mode, composable, kwargs):
-        for mine, theirs in zip(got, expected, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-4)
-        assert wrong == []
-        assert kinds == ["DTensor"]
-
-
 def _checkpointed_by_a_function(layer: Layer) -> None:
     run = layer.forward
     layer.forward = lambda x: torch_checkpoint(run, x, use_reentrant=False)  # type: ignore[method-assign]
 
 
 CHECKPOINTING: dict[str, Callable[[Model], object]] = {
+    "off": lambda _: None,
     "around layers": lambda model: apply_activation_checkpointing(
         model, check_fn=lambda module: isinstance(module, Layer)
     ),
@@ -195,41 +125,58 @@ CHECKPOINTING: dict[str, Callable[[Model], object]] = {
 
 
 @pytest.mark.parametrize(
-    ("mode", "composable", "unit", "way"),
+    ("mode", "door", "unit", "checkpointing"),
     [
-        *((mode, False, Layer, "around layers") for mode in MODES),
-        *((mode, True, CheckpointWrapper, "around layers") for mode in MODES),
-        ("eager", True, None, "around parts of layers"),
-        ("hooks", False, None, "around parts of layers"),
-        ("eager", False, Layer, "composable"),
-        *((mode, True, Layer, "by a function") for mode in MODES),
+        ("eager", "wrapper", Layer, "off"),
+        ("eager", "fully_shard", Layer, "off"),
+        ("eager", "wrapper, whole", Layer, "off"),
+        ("eager", "wrapper", Layer, "around layers"),
+        ("hooks", "fully_shard", CheckpointWrapper, "around layers"),
+        ("graph", "wrapper", Layer, "around layers"),
+        ("eager", "fully_shard", None, "around parts of layers"),
+        ("eager", "wrapper", Layer, "composable"),
+        ("hooks", "fully_shard", Layer, "by a function"),
     ],
 )
 @on_ranks(4)
-def test_activation_checkpointing(
-    rank: int, mode: str, composable: bool, unit: type[nn.Module] | None, way: str
+def test_equals_one_process(
+    rank: int, mode: str, door: str, unit: type[nn.Module] | None, checkpointing: str
 ) -> None:
+    """Losses, norms by torch and by us, and state dicts, which load, too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = _parallelize(_model(), mesh["tp"])
-    CHECKPOINTING[way](model)
+    reference, plain = _model(), _parallelize(_model(), mesh["tp"])
+    CHECKPOINTING[checkpointing](plain)
     policy = None if unit is None else ModuleWrapPolicy({unit})
-    if composable:
-        sharded = fully_shard(model, policy=policy, mesh=mesh["dp"])
+    sharded: Any
+    if door == "fully_shard":
+        sharded = fully_shard(plain, policy=policy, mesh=mesh["dp"])
     else:
-        sharded = FSDP(model, auto_wrap_policy=policy, device_mesh=mesh["dp"])
-    run = in_mode(sharded, mode)
-    expected = _model()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (sharded, expected)]
+        strategy = ShardingStrategy.NO_SHARD if "whole" in door else ShardingStrategy.FULL_SHARD
+        sharded = FSDP(plain, None, strategy, auto_wrap_policy=policy, device_mesh=mesh["dp"])
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+    model = in_mode(sharded, mode)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (reference, model)]
     for step in range(2):
-        _loss(run, _tokens(rank // 2, step)).backward()
-        sum(_loss(expected, _tokens(replica, step)) / 2 for replica in range(2)).backward()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = [_loss(reference, _tokens(replica, step)) for replica in range(2)]
+        (sum(losses) / 2).backward()  # type: ignore[union-attr]
+        loss = _loss(model, _tokens(rank // 2, step))
+        loss.backward()
+        assert loss.item() == pytest.approx(losses[rank // 2].item(), rel=1e-4)
+        norm: Any = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        expected = float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
+        assert float(whole(norm)) == pytest.approx(expected, rel=1e-4)
+        assert float(sharded.clip_grad_norm_(0.5)) == pytest.approx(expected, rel=1e-4)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
-    with FSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT):
-        torch.testing.assert_close(
-            sharded.state_dict(), dict(expected.state_dict()), rtol=1e-4, atol=1e-5
-        )
+    assert different(_whole_state(sharded), dict(reference.state_dict()), rtol=1e-3) == []
+    sharded.load_state_dict(_model().state_dict())
+    assert different(_whole_state(sharded), dict(_model().state_dict())) == []
+
+
+def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 def _save(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
@@ -276,13 +223,10 @@ def test_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
             assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _placed_like_fsdp2(rank: int, world_size: int) -> None:
-    from torch.distributed.fsdp import fully_shard as fsdp2
-
+@on_ranks(4)
+def test_dtensors_of_two_dimensions(rank: int) -> None:
+    """Mesh and placements are those of FSDP2 on the same model, split by rows, by columns or not; a
+    unit that has only a process group is refused."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     theirs = fsdp2(_parallelize(_model(), mesh["tp"]), mesh=mesh["dp"])
     ours = fully_shard(_parallelize(_model(), mesh["tp"]), mesh=mesh["dp"])
@@ -304,13 +248,10 @@ def _placed_like_fsdp2(rank: int, world_size: int) -> None:
         fully_shard(_parallelize(_model(), mesh["tp"]), process_group=mesh.get_group("dp"))
 
 
-def test_dtensors_of_two_dimensions(ranks: RankPool) -> None:
-    """Mesh and placements are those of FSDP2 on the same model, split by rows, by columns or not; a
-    unit that has only a process group is refused."""
-    ranks.run(_placed_like_fsdp2, 4)
-
-
-def _on_meta(rank: int, world_size: int, give_values: str) -> None:
+@pytest.mark.parametrize("give_values", ["assign", "state dict"])
+@on_ranks(4)
+def test_meta_device(rank: int, give_values: str) -> None:
+    """Split on the meta device, as large models are, with the values of a state dict."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = _model()
     with torch.device("meta"):
@@ -332,15 +273,10 @@ def _on_meta(rank: int, world_size: int, give_values: str) -> None:
     assert all(state[fqn].full_tensor().equal(p) for fqn, p in whole.named_parameters())
 
 
-@pytest.mark.parametrize("give_values", ["assign", "state dict"])
-def test_meta_device(ranks: RankPool, give_values: str) -> None:
-    """Split on the meta device, as large models are, with the values of a state dict."""
-    ranks.run(_on_meta, 4, give_values)
-
-
-def _exchange(rank: int, world_size: int, folder: str) -> None:
-    from torch.distributed.fsdp import fully_shard as fsdp2
-
+@on_ranks(4)
+def test_checkpoints_of_fsdp2(rank: int, tmp_path: Path) -> None:
+    """Both directions through torch.distributed.checkpoint. The vocabulary does not divide, so
+    units of the two tensor-parallel ranks have other sizes, and cut what both hold elsewhere."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     theirs = fsdp2(_parallelize(_model(), mesh["tp"]), mesh=mesh["dp"])
     ours = FSDP(_parallelize(_model(), mesh["tp"]), device_mesh=mesh["dp"])
@@ -349,7 +285,7 @@ def _exchange(rank: int, world_size: int, folder: str) -> None:
         with torch.no_grad():
             for param in source.parameters():
                 param.mul_(-1.5)
-        where = f"{folder}/{number}"
+        where = f"{tmp_path}/{number}"
         dcp.save(get_model_state_dict(source), checkpoint_id=where)
         state = get_model_state_dict(target)
         dcp.load(state, checkpoint_id=where)
@@ -357,12 +293,6 @@ def _exchange(rank: int, world_size: int, folder: str) -> None:
         found, wanted = (get_model_state_dict(m, options=full) for m in (target, source))
         assert found.keys() == wanted.keys()
         assert all(found[fqn].equal(wanted[fqn]) for fqn in wanted)
-
-
-def test_checkpoints_of_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
-    """Both directions through torch.distributed.checkpoint. The vocabulary does not divide, so
-    units of the two tensor-parallel ranks have other sizes, and cut what both hold elsewhere."""
-    ranks.run(_exchange, 4, str(tmp_path))
 
 
 @on_ranks(2)
@@ -378,41 +308,29 @@ def test_the_first_rank_alone_has_whole_states(rank: int) -> None:
     assert [bool(one) for one in found] == [rank == 0] * 2
 
 
-def _refused(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
         on_meta = _parallelize(Model(), mesh["tp"])
     plain = _parallelize(_model(), mesh["tp"])
     kinds = {type(p) for p in plain.parameters()}
     sharded = fully_shard(_parallelize(_model(), mesh["tp"]), mesh=mesh["dp"])
-    messages = []
-    for call in (
-        lambda: FSDP(plain),
-        lambda: FSDP(on_meta, device_mesh=mesh["dp"]),
-        lambda: sharded.update_whole(dict(sharded.named_parameters()), lambda _, whole: whole),
-        lambda: sharded.apply(lambda _: None),
-        lambda: sharded.load_state_dict({**sharded.state_dict(), "head.bias": torch.ones(9)}),
-    ):
-        try:
-            call()
-            messages.append("nothing")
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            messages.append(str(error))
+    calls: dict[str, Callable[[], object]] = {
+        "parameter 'embed.weight': expected a DTensor whose mesh shares one rank": (
+            lambda: FSDP(plain)
+        ),
+        "expected a DTensor with storage, got one on the meta device": (
+            lambda: FSDP(on_meta, device_mesh=mesh["dp"])
+        ),
+        "update_whole(), parameter 'embed.weight': expected parameters that no tensor": (
+            lambda: sharded.update_whole(dict(sharded.named_parameters()), lambda _, full: full)
+        ),
+        "summon_full_params(), parameter 'embed.weight'": lambda: sharded.apply(lambda _: None),
+        "expected a tensor of shape (17,), got (9,)": (
+            lambda: sharded.load_state_dict({**sharded.state_dict(), "head.bias": torch.ones(9)})
+        ),
+    }
+    for message, call in calls.items():
+        assert message in error_of(call)
     assert {type(p) for p in plain.parameters()} == kinds
-    return messages
-
-
-def test_refused(ranks: RankPool) -> None:
-    for messages in ranks.run(_refused, 2):
-        for message, words in zip(
-            messages,
-            (
-                "parameter 'embed.weight': expected a DTensor whose mesh shares one rank",
-                "expected a DTensor with storage, got one on the meta device",
-                "update_whole(), parameter 'embed.weight': expected parameters that no tensor",
-                "summon_full_params(), parameter 'embed.weight'",
-                "expected a tensor of shape (17,), got (9,)",
-            ),
-            strict=True,
-        ):
-            assert words in message

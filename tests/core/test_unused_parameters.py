@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from modes import INDUCTOR_MODES, MODES, in_mode
-from pool import RankPool
+from loops import whole_gradients
+from modes import MODES, in_mode
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -53,7 +54,7 @@ class _Model(nn.Module):
         self.uses_gate = uses_gate
 
 
-STEPS = [(0, False), (0, True), (1, True), (1, False)]
+STEPS = [(0, False), (1, True), (0, False)]
 """The expert in use, and whether the second rank uses the gate; the first one never does."""
 
 
@@ -79,9 +80,20 @@ def _train(
     return without, losses
 
 
-def _compare(
-    rank: int, world_size: int, mode: str, strategy: str, accumulates: bool, regions: bool
-) -> tuple[Any, Any]:
+@pytest.mark.parametrize(
+    ("mode", "strategy", "accumulates", "regions"),
+    [
+        ("eager", "FULL_SHARD", True, False),
+        ("eager", "NO_SHARD", False, False),
+        ("eager", "HYBRID_SHARD", True, False),
+        ("hooks", "FULL_SHARD", True, False),
+        ("graph", "FULL_SHARD", True, True),
+    ],
+)
+@on_ranks(2)
+def test_as_under_ddp(
+    rank: int, mode: str, strategy: str, accumulates: bool, regions: bool
+) -> None:
     torch.manual_seed(0)
     plain = _Model()
     reference = DistributedDataParallel(copy.deepcopy(plain), find_unused_parameters=True)
@@ -92,75 +104,40 @@ def _compare(
         device_mesh=init_device_mesh("cpu", (2, 1)) if strategy.startswith("HYBRID") else None,
     )
     options = {"regions": True} if regions else {}
-    got = _train(model, in_mode(model, mode, **options), rank, accumulates)
+    without, losses = _train(model, in_mode(model, mode, **options), rank, accumulates)
     held = {fqn for fqn, param in model.named_parameters() if param.to_local().numel()}
-    expected = _train(reference, reference, rank, accumulates)
+    expected, expected_losses = _train(reference, reference, rank, accumulates)
+    assert any(expected)
     # A rank that holds nothing of a parameter has no say.
-    seen = [[names & held for names in one[0]] for one in (expected, got)]
-    return (seen[0], expected[1]), (seen[1], got[1])
+    assert [names & held for names in without] == [names & held for names in expected]
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("mode", "strategy", "accumulates", "regions"),
-    [
-        *((mode, "FULL_SHARD", accumulates, False) for mode in MODES for accumulates in (0, 1)),
-        *((mode, "NO_SHARD", False, False) for mode in MODES),
-        ("eager", "HYBRID_SHARD", True, False),
-        ("graph", "FULL_SHARD", True, True),
-        *(
-            pytest.param(mode, "FULL_SHARD", True, mode.startswith("graph"), marks=pytest.mark.slow)
-            for mode in INDUCTOR_MODES
-        ),
-    ],
-)
-def test_as_under_ddp(
-    ranks: RankPool, mode: str, strategy: str, accumulates: bool, regions: bool
-) -> None:
-    for expected, got in ranks.run(_compare, 2, mode, strategy, accumulates, regions):
-        assert got[0] == expected[0]
-        assert any(expected[0])
-        assert got[1] == pytest.approx(expected[1], rel=1e-5)
-
-
-def _whole(rank: int, world_size: int, mode: str) -> dict[str, bool]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_whole_gradients_and_hooks(rank: int, mode: str) -> None:
+    """Neither sees a parameter that is not used; of one that is, zeros are a gradient."""
     torch.manual_seed(0)
     model = FSDP(_Model(), auto_wrap_policy=ModuleWrapPolicy({_Block}))
-    calls: list[str] = []
+    run = in_mode(model, mode)
+    names = {name for name, _ in model.named_parameters()}
+    calls: set[str] = set()
     for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
-    in_mode(model, mode)(torch.randn(4, WIDTH)).backward()
-    with FSDP.summon_full_params(model, with_grads=True):
-        without = {name for name, p in model.named_parameters() if p.grad is None}
-    return {
-        "whole": without == {n for n, _ in model.named_parameters() if _is_idle(n)},
-        "hooks": not any(map(_is_idle, calls)) and bool(calls),
-        "norm": bool(model.clip_grad_norm_(1.0).isfinite()),
-    }
-
-
-def _is_idle(name: str) -> bool:
-    return "never" in name or "experts.1" in name or name == "gate"
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_whole_gradients_and_hooks(ranks: RankPool, mode: str) -> None:
-    for found in ranks.run(_whole, 2, mode):
-        assert [what for what, holds in found.items() if not holds] == []
-
-
-def _zeros(rank: int, world_size: int, mode: str) -> bool:
-    """A gradient that is zero everywhere is a gradient."""
-    model = FSDP(_Model(), auto_wrap_policy=ModuleWrapPolicy({_Block}))
-    model.module.choose(0, uses_gate=True)
-    with torch.no_grad():
-        for param in model.module.head.parameters():
-            param.zero_()
-    in_mode(model, mode)(torch.zeros(4, WIDTH)).backward()
-    grad = model.module.gate.grad
-    assert grad is not None
-    return bool(grad.abs().sum() == 0)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_zeros_are_a_gradient(ranks: RankPool, mode: str) -> None:
-    assert ranks.run(_zeros, 2, mode) == [True, True]
+        param.register_post_accumulate_grad_hook(lambda _, name=name: calls.add(name))
+    for uses_gate in (False, True):
+        model.zero_grad()
+        calls.clear()
+        model.module.choose(0, uses_gate)
+        if uses_gate:
+            with torch.no_grad():
+                for param in model.module.head.parameters():
+                    param.zero_()
+        run(torch.randn(4, WIDTH)).backward()
+        idle = {n for n in names if "never" in n or "experts.1" in n}
+        used = names - idle - (set() if uses_gate else {"gate"})
+        grads = whole_gradients(model)
+        assert grads.keys() == used
+        assert calls
+        assert calls <= used
+        assert model.clip_grad_norm_(1.0).isfinite()
+    assert not grads["gate"].any()

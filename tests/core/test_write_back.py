@@ -1,17 +1,15 @@
-"""Values that were put in the place of parameters after wrapping: in use from then on."""
+"""Values that were put in the place of parameters after wrapping: in use from then on. Parameters
+that come into the model: an error."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from loops import different, error_of, whole_gradients
+from loops import different, error_of, gradients, whole_gradients
 from models import (
-    DOORS,
-    Transformer,
     average_gradients,
     batch,
     loss_of,
@@ -19,20 +17,20 @@ from models import (
     through,
     wrap,
 )
-from modes import MODES, in_mode
-from pool import RankPool, on_ranks
+from modes import in_mode
+from pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy
 
-CHANGED = ("blocks.0.up.weight", "blocks.1.norm1.bias", "embed.weight", "scale")
+CHANGED = ("blocks.0.up.weight", "blocks.0.norm1.bias", "embed.weight", "scale")
 """Of every unit; with two ranks some have no element on one of them."""
 
 
 def _new_values() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    plain = dict(make_transformer(num_blocks=2).named_parameters())
+    plain = dict(make_transformer(num_blocks=1).named_parameters())
     return {n: 0.3 * torch.randn(plain[n].shape, generator=generator) for n in CHANGED}
 
 
@@ -50,7 +48,7 @@ def _replace(wrapped: FSDP, kind: str) -> None:
             setattr(module, name, nn.Parameter(whole if kind == "object" else placed))
 
 
-def _step(model: nn.Module, rank: int, step: int) -> float:
+def _step(model: nn.Module, step: int) -> float:
     """One step of SGD, which sees how large gradients are; returns the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = loss_of(model, batch(0, step))
@@ -92,76 +90,62 @@ USES: dict[str, Callable[[FSDP], dict[str, torch.Tensor]]] = {
 }
 
 
-def _written_back(
-    rank: int, world_size: int, mode: str, kind: str, strategy: str, uses: list[str]
-) -> list[str]:
-    wrong: list[str] = []
-    expected = make_transformer(num_blocks=2)
-    wrapped = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy[strategy])
+COMPILED_USES = ("forward", "summon", "state_dict")
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "mode"),
+    [
+        ("in place", "FULL_SHARD", "eager"),
+        ("in place", "SHARD_GRAD_OP", "eager"),
+        ("object", "FULL_SHARD", "eager"),
+        ("object", "NO_SHARD", "eager"),
+        ("DTensor", "SHARD_GRAD_OP", "eager"),
+        ("object", "FULL_SHARD", "hooks"),
+        ("in place", "FULL_SHARD", "graph"),
+    ],
+)
+@on_ranks(2)
+def test_every_use_sees_new_values(rank: int, kind: str, strategy: str, mode: str) -> None:
+    expected = make_transformer(num_blocks=1)
+    wrapped = wrap(make_transformer(num_blocks=1), sharding_strategy=ShardingStrategy[strategy])
     model = in_mode(wrapped, mode)
-    for use in uses:
-        _step(expected, rank, 0)
-        _step(model, rank, 0)
+    for use in USES if mode == "eager" else COMPILED_USES:
+        _step(expected, 0)
+        _step(model, 0)
         with torch.no_grad():
             for fqn, value in _new_values().items():
                 expected.get_parameter(fqn).copy_(value)
         _replace(wrapped, kind)
-        for name, value in USES[use](wrapped).items():
-            if not torch.allclose(value, expected.get_parameter(name), rtol=1e-5, atol=1e-6):
-                wrong.append(f"{use}: {name}")
-        if _step(model, rank, 1) != pytest.approx(_step(expected, rank, 1), rel=1e-5):
-            wrong.append(f"{use}: loss")
-        for name, value in wrapped.state_dict().items():
-            if not torch.allclose(value, expected.get_parameter(name), rtol=1e-4, atol=1e-6):
-                wrong.append(f"{use}: {name} after a step")
-    return wrong
+        assert different(USES[use](wrapped), dict(expected.named_parameters())) == [], use
+        assert _step(model, 1) == pytest.approx(_step(expected, 1), rel=1e-5), use
+        after = dict(wrapped.state_dict())
+        assert different(after, dict(expected.named_parameters())) == [], use
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("kind", ["in place", "object", "DTensor"])
-def test_every_use_sees_new_values(ranks: RankPool, kind: str, strategy: str) -> None:
-    for wrong in ranks.run(_written_back, 2, "eager", kind, strategy, list(USES)):
-        assert wrong == []
-
-
-@pytest.mark.parametrize("mode", ["hooks", "graph"])
-@pytest.mark.parametrize("kind", ["in place", "object"])
-def test_compiled_models_see_new_values(ranks: RankPool, kind: str, mode: str) -> None:
-    uses = ["forward", "summon", "state_dict"]
-    for wrong in ranks.run(_written_back, 2, mode, kind, "FULL_SHARD", uses):
-        assert wrong == []
-
-
-def _objects(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_another_parameter_gives_its_values(rank: int) -> None:
     """The DTensor stays the model's and takes the values of a new parameter, which is free."""
-    wrapped = wrap(make_transformer(num_blocks=2))
+    wrapped = wrap(make_transformer(num_blocks=1))
     up = wrapped.module.blocks[0].up
     old, new = up.bias, nn.Parameter(torch.full(up.bias.shape, 2.0))
     up.bias = new
     loss_of(wrapped, batch(rank, 0)).backward()
-    optimizer = torch.optim.SGD([old], lr=1.0)
+    assert up.bias is old
+    assert old.grad.shape == old.shape
     taken = wrapped.state_dict()["blocks.0.up.bias"].clone()
-    optimizer.step()
-    whole = wrapped.state_dict()["blocks.0.up.bias"]
+    assert torch.equal(taken, torch.full_like(taken, 2.0))
+    torch.optim.SGD([old], lr=1.0).step()
+    assert not torch.equal(wrapped.state_dict()["blocks.0.up.bias"], taken)
     new.grad = torch.ones_like(new)
-    refused = error_of(torch.optim.SGD([new]).step)
-    return {
-        "it is in the module": up.bias is old,
-        "it has the values": torch.equal(taken, torch.full_like(whole, 2.0)),
-        "it has the gradient": old.grad is not None and old.grad.shape == old.shape,
-        "it is trained": not torch.equal(whole, taken),
-        "an optimizer of the other one is refused": "that a DTensor has replaced" in refused,
-        "the other one keeps its values": torch.equal(new, torch.full_like(new, 2.0)),
-    }
+    assert "that a DTensor has replaced" in error_of(torch.optim.SGD([new]).step)
+    assert torch.equal(new, torch.full_like(new, 2.0))
 
 
-def test_another_parameter_gives_its_values(ranks: RankPool) -> None:
-    for found in ranks.run(_objects, 2):
-        assert all(found.values()), found
-
-
-def _in_summon(rank: int, world_size: int, kind: str) -> list[Any]:
-    wrapped = wrap(make_transformer(num_blocks=2))
+@pytest.mark.parametrize("kind", ["data", "object"])
+@on_ranks(2)
+def test_replaced_while_whole(rank: int, kind: str) -> None:
+    wrapped = wrap(make_transformer(num_blocks=1))
     loss_of(wrapped, batch(rank, 0)).backward()
     with FSDP.summon_full_params(wrapped):
         up = wrapped.module.blocks[0].up
@@ -170,38 +154,21 @@ def _in_summon(rank: int, world_size: int, kind: str) -> list[Any]:
         else:
             up.weight = nn.Parameter(torch.full_like(up.weight, 3.0))
     loss_of(wrapped, batch(rank, 0)).backward()
-    return wrapped.state_dict()["blocks.0.up.weight"].unique().tolist()
+    assert wrapped.state_dict()["blocks.0.up.weight"].unique().tolist() == [3.0]
 
 
-@pytest.mark.parametrize("kind", ["data", "object"])
-def test_replaced_while_whole(ranks: RankPool, kind: str) -> None:
-    for values in ranks.run(_in_summon, 2, kind):
-        assert values == [3.0]
-
-
-def _exchanged(rank: int, world_size: int) -> bool:
-    """Two parameters in whose places are others that have each other's memory."""
-    wrapped = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy.NO_SHARD)
+@on_ranks(2)
+def test_parameters_that_exchange_storage(rank: int) -> None:
+    """In the places of two parameters are others that have each other's memory."""
+    wrapped = wrap(make_transformer(num_blocks=1), sharding_strategy=ShardingStrategy.NO_SHARD)
     block = wrapped.module.blocks[0]
     first, second = block.norm1.weight.detach(), block.norm2.bias.detach()
     block.norm1.weight = nn.Parameter(second.to_local())
     block.norm2.bias = nn.Parameter(first.to_local())
     values = wrapped.state_dict()
-    plain = make_transformer(num_blocks=2).blocks[0]
-    return torch.equal(values["blocks.0.norm1.weight"], plain.norm2.bias) and torch.equal(
-        values["blocks.0.norm2.bias"], plain.norm1.weight
-    )
-
-
-def test_parameters_that_exchange_storage(ranks: RankPool) -> None:
-    assert ranks.run(_exchanged, 2) == [True, True]
-
-
-class Tied(Transformer):
-    """Embedding and head share their weight."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=1, tied=True)
+    plain = make_transformer(num_blocks=1).blocks[0]
+    assert torch.equal(values["blocks.0.norm1.weight"], plain.norm2.bias)
+    assert torch.equal(values["blocks.0.norm2.bias"], plain.norm1.weight)
 
 
 def _another_shape(model: FSDP) -> None:
@@ -228,128 +195,146 @@ REFUSED: dict[str, tuple[Callable[[FSDP], None], str]] = {
 }
 
 
-def _refused(rank: int, world_size: int, name: str) -> list[str]:
-    torch.manual_seed(0)
-    wrapped = wrap(Tied())
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(2)
+def test_refused(rank: int, name: str) -> None:
+    """By every use; what was there before is used again once it is back."""
+    wrapped = wrap(make_transformer(num_blocks=1, tied=True))
     before = {fqn: value.clone() for fqn, value in wrapped.state_dict().items()}
     holders = [(m, dict(m._parameters)) for m in wrapped.modules()]
-    REFUSED[name][0](wrapped)
-    messages = []
+    replace, message = REFUSED[name]
+    replace(wrapped)
     for use in ("forward", "summon", "state_dict", "deepcopy", "conversion"):
         with pytest.raises(FSDPStateError) as caught:
             USES[use](wrapped)
-        messages.append(str(caught.value))
+        assert message in str(caught.value), use
     for module, parameters in holders:
         module._parameters.update(parameters)
-    after = wrapped.state_dict()
-    assert all(torch.equal(after[fqn], value) for fqn, value in before.items())
+    torch.testing.assert_close(dict(wrapped.state_dict()), before, rtol=0, atol=0)
     loss_of(wrapped, batch(rank, 0)).backward()
-    return messages
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(ranks: RankPool, name: str) -> None:
-    for messages in ranks.run(_refused, 2, name):
-        assert all(REFUSED[name][1] in message for message in messages), messages
-
-
-def _before_backward(rank: int, world_size: int, mode: str, strategy: str) -> list[str]:
-    """New values between forward and backward."""
-    expected = make_transformer(num_blocks=2)
-    wrapped = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy[strategy])
-    model = in_mode(wrapped, mode)
-    loss_of(expected, batch(0, 0)).backward()
-    loss = loss_of(model, batch(0, 0))
-    _replace(wrapped, "object")
-    loss.backward()
-    wrong = []
-    with FSDP.summon_full_params(wrapped, with_grads=True):
-        for name, param in wrapped.named_parameters():
-            if name in CHANGED:
-                if param.grad is not None:  # the backward was that of the one before
-                    wrong.append(f"gradient of {name}")
-                if not torch.equal(param, _new_values()[name]):
-                    wrong.append(f"value of {name}")
-            elif not torch.allclose(param.grad, expected.get_parameter(name).grad, 1e-4, 1e-6):
-                wrong.append(f"gradient of {name}")
-    return wrong
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_the_backward_is_that_of_its_forward(ranks: RankPool, strategy: str, mode: str) -> None:
-    for wrong in ranks.run(_before_backward, 2, mode, strategy):
-        assert wrong == []
-
-
-def _plain_and_sharded(door: str, mode: str) -> list[tuple[Any, Any]]:
-    """A model and a sharded copy of it, each with what runs it."""
-    plain = make_transformer(num_blocks=2)
-    sharded = through(door, copy.deepcopy(plain))
-    return [(plain, plain), (sharded, in_mode(sharded, mode))]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("door", "strategy", "mode"),
+    [
+        ("wrapper", "FULL_SHARD", "eager"),
+        ("wrapper", "SHARD_GRAD_OP", "eager"),
+        ("wrapper", "NO_SHARD", "eager"),
+        ("fully_shard", None, "eager"),
+        ("fully_shard", None, "hooks"),
+        ("wrapper", "SHARD_GRAD_OP", "graph"),
+    ],
+)
 @on_ranks(2)
-def test_replaced_between_forward_and_backward(rank: int, door: str, mode: str) -> None:
-    """The backward is that of its forward; the new parameter's values are the next forward's."""
-    pairs = _plain_and_sharded(door, mode)
-    models = [model for model, _ in pairs]
-    losses = []
-    for model, run in pairs:
+def test_replaced_around_a_backward(rank: int, door: str, strategy: str | None, mode: str) -> None:
+    """Between forward and backward: the backward is that of its forward, the new parameter's values
+    are the next forward's. After it: a replacement brings its gradient, which is None, as a new
+    one's is, or its own, to which the next backward adds; frozen ones get none."""
+    plain = make_transformer(num_blocks=1)
+    kwargs = {} if strategy is None else {"sharding_strategy": ShardingStrategy[strategy]}
+    model = through(door, copy.deepcopy(plain), **kwargs)
+    pairs = [(plain, plain), (model, in_mode(model, mode))]
+    for one, run in pairs:
         loss_of(run, batch(rank, 0)).backward()
-        model.zero_grad()
+        one.zero_grad()
         loss = loss_of(run, batch(rank, 0))
-        for linear in (model.head, model.blocks[0].up):
+        for linear in (one.head, one.blocks[0].up):
             linear.weight = nn.Parameter(torch.full_like(linear.weight, 0.25))
         loss.backward()
-        losses.append(loss_of(run, batch(rank, 1)).item())
-        if model is models[0]:
-            average_gradients(model)
+    average_gradients(plain)
+    assert different(whole_gradients(model), gradients(plain)) == []
+    losses = [loss_of(run, batch(rank, 1)).item() for _, run in pairs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    expected = {n: p.grad for n, p in models[0].named_parameters() if p.grad is not None}
-    assert different(whole_gradients(models[1]), expected) == []
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("door", DOORS)
-@on_ranks(2)
-def test_a_replaced_parameter_brings_its_gradient(rank: int, door: str, mode: str) -> None:
-    """None, as a new one has, or its own, to which the next backward adds; frozen ones get none."""
-    pairs = _plain_and_sharded(door, mode)
-    models = [model for model, _ in pairs]
-    for model, run in pairs:
-        loss_of(run, batch(rank, 0)).backward()
-        if model is models[0]:
-            average_gradients(model)
-        up, head, down = model.blocks[0].up, model.head, model.blocks[1].down
+    for one, _ in pairs:
+        up, head, down = one.blocks[0].up, one.head, one.blocks[0].down
         for linear, is_frozen in (up, False), (head, False), (down, True):
-            values = torch.full_like(linear.weight, 0.25)
+            values = torch.full_like(linear.weight, 0.5)
             linear.weight = nn.Parameter(values, requires_grad=not is_frozen)
         head.weight.grad = torch.full_like(head.weight, 2.0)
-        before = {name: param.grad for name, param in model.named_parameters()}
-        if model is models[0]:
-            model.zero_grad()
+    before = {name: param.grad for name, param in plain.named_parameters()}
+    plain.zero_grad()
+    for _, run in pairs:
         loss_of(run, batch(rank, 1)).backward()
-        if model is models[0]:
-            average_gradients(model)
-            for name, param in model.named_parameters():
-                if param.grad is not None and before[name] is not None:
-                    param.grad += before[name]
-    expected = {n: p.grad for n, p in models[0].named_parameters() if p.grad is not None}
-    assert different(whole_gradients(models[1]), expected) == []
+    average_gradients(plain)
+    expected = gradients(plain)
+    for name, grad in expected.items():
+        if before[name] is not None:
+            grad += before[name]
+    assert different(whole_gradients(model), expected) == []
 
 
-def _unit_without_a_backward(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_a_unit_without_a_backward_takes_new_values(rank: int) -> None:
     """A frozen root stays unsharded after its forward; then its values are replaced."""
     layer = nn.Linear(4, 4, bias=False).requires_grad_(False)
     model = FSDP(layer)
     x = torch.ones(2, 4, requires_grad=True)
     model(x)
     layer.weight = nn.Parameter(torch.full((4, 4), 2.0), requires_grad=False)
-    return torch.equal(model(x), torch.full((2, 4), 8.0))
+    assert torch.equal(model(x), torch.full((2, 4), 8.0))
 
 
-def test_a_unit_without_a_backward_takes_new_values(ranks: RankPool) -> None:
-    assert all(ranks.run(_unit_without_a_backward, 2))
+# -- parameters that come into the model -----------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """A layer beside another one."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.low = nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.low(x)
+
+
+def _adapt(model: FSDP) -> None:
+    block = model.module.blocks[0].module
+    block.up = Adapter(block.up)
+
+
+def _extend(model: FSDP) -> None:
+    model.module.norm.extra = nn.Parameter(torch.zeros(3))
+
+
+def _bias(model: FSDP) -> None:
+    model.module.head.bias = nn.Parameter(torch.zeros(31))
+
+
+ADDED: dict[str, Callable[[FSDP], None]] = {
+    "blocks.0.up.low.weight": _adapt,
+    "norm.extra": _extend,
+    "head.bias": _bias,  # in the place of None
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "eager") for name in ADDED),
+        ("blocks.0.up.low.weight", "hooks"),
+        ("head.bias", "graph"),
+    ],
+)
+@on_ranks(2)
+def test_added_ones_are_refused(rank: int, name: str, mode: str) -> None:
+    wrapped = wrap(make_transformer(num_blocks=1, tied=True))
+    model = in_mode(wrapped, mode)
+    loss_of(model, batch(rank, 0)).backward()
+    ADDED[name](wrapped)
+    for use in (lambda: model(batch(rank, 0)), wrapped.state_dict):
+        with pytest.raises(FSDPStateError, match=f"parameter '{name}': expected all trainable"):
+            use()
+
+
+@on_ranks(2)
+def test_what_may_be_added(rank: int) -> None:
+    """Modules without parameters, frozen ones, and units of their own."""
+    wrapped = wrap(make_transformer(num_blocks=1))
+    loss_of(wrapped, batch(rank, 0)).backward()
+    wrapped.module.blocks[0].activation = nn.ReLU()
+    wrapped.module.teacher = nn.Linear(2, 2).requires_grad_(False)
+    wrapped.module.extra = FSDP(nn.Linear(2, 2))
+    loss_of(wrapped, batch(rank, 0)).backward()
+    assert "blocks.0.up.weight" in wrapped.state_dict()
