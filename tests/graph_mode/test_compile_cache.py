@@ -24,7 +24,8 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo.graph_mode import backends, compile_cache, stretch_compiler
+from fsdp_dynamo.dynamo import progress
+from fsdp_dynamo.graph_mode import compile_cache, stretch_compiler
 from graph_passes.graph_utils import op_name
 
 # -- faults ------------------------------------------------------------------------------------
@@ -246,10 +247,10 @@ def test_an_error_that_is_not_the_folders_stays(
 def test_what_takes_long_is_told_meanwhile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with backends.told("compiling the backward"):  # takes no time
+    with progress.told("compiling the backward"):  # takes no time
         pass
-    monkeypatch.setattr(backends, "_AFTER_S", 0.001)
-    with backends.told("compiling the backward"):
+    monkeypatch.setattr(progress, "_AFTER_S", 0.001)
+    with progress.told("compiling the backward"):
         while not (text := capsys.readouterr().err):
             time.sleep(0.01)
     assert text == "fsdp_dynamo: compiling the backward ...\n"

@@ -6,11 +6,13 @@ import copy
 import inspect
 import re
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,10 +28,10 @@ from fsdp_dynamo import (
     DivergenceError,
     FSDPValueError,
     RankFailedError,
-    limit_recompiles,
     record_events,
     warmup,
 )
+from fsdp_dynamo.dynamo import artifacts, progress
 from fsdp_dynamo.graph_mode import trace
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -221,31 +223,74 @@ def test_warming_up_changes_nothing(rank: int) -> None:
     wrapped = shard(plain)
     model = in_mode(wrapped, "graph")
     before = _state_of(model)
-    warmup(model, batches, _loss_and_noise, max_recompiles=0)
+    warmup(model, batches, _loss_and_noise)
     assert all(map(torch.equal, before, _state_of(model)))
     assert all(p.grad is None for p in model.parameters())
     with wrapped.no_sync():
         warmup(wrapped, batches[:1], classification_loss)  # its sums do not stay
-    try:
+    with torch._dynamo.config.patch(error_on_recompile=True):
         losses = train(model)
-    finally:
-        limit_recompiles(None)
     assert losses == pytest.approx(train(shard(_classifier())), rel=1e-5)
 
 
-def test_one_recompilation_too_many() -> None:
-    """Of a function that takes more dtypes than allowed."""
-    function = torch.compile(lambda x: (x * 2).sum(), backend="aot_eager")
-    function(torch.ones(2, requires_grad=True)).backward()
-    limit_recompiles(1)
-    try:
-        function(torch.ones(2, dtype=torch.float64, requires_grad=True)).backward()
-        error = error_of(lambda: function(torch.ones(2, dtype=torch.bfloat16, requires_grad=True)))
-    finally:
-        limit_recompiles(None)
-        torch._dynamo.reset()
-    assert "RecompileError: Recompiling function" in error
-    assert "dtype mismatch" in error
+@on_ranks(2)
+def test_warming_up_for_accumulation_and_evaluation(rank: int) -> None:
+    """Nothing is compiled afterwards, neither anew nor for the first time."""
+    wrapped = shard(_classifier())
+    model, given = in_mode(wrapped, "graph"), examples(rank)
+    warmup(model, [given], classification_loss, accumulation=True, evaluation=True)
+    with artifacts.record_compilations() as compilations:
+        with wrapped.no_sync():
+            classification_loss(model, given).backward()
+        classification_loss(model, given).backward()
+        model.eval()
+        with torch.no_grad():
+            classification_loss(model, given)
+    assert model.training is False
+    assert compilations == []
+
+
+@on_ranks(2)
+def test_progress_says_what_a_graph_is_for(rank: int) -> None:
+    lines: list[str] = []
+    wrapped = shard(_classifier())
+    model, given = in_mode(wrapped, "graph"), examples(rank)
+    with (
+        mock.patch.object(progress, "_AFTER_S", 0.0),
+        mock.patch.object(progress, "_write", lines.append),
+    ):
+        classification_loss(model, given).backward()
+        with wrapped.no_sync():
+            classification_loss(model, given).backward()
+        classification_loss(model, given).backward()
+        with torch.no_grad():
+            classification_loss(model, given)
+        classification_loss(model, examples(rank, size=7)).backward()
+    start = "compiling the graph of a "
+    told = [line.removeprefix(start) for line in lines if line.startswith(start)]
+    told = [line for line in told if line.endswith(" s")]  # not those that only begin
+    expected = (
+        "step: ",
+        "step that accumulates gradients, as under no_sync(): ",
+        "step that reduces accumulated gradients: ",
+        "forward without gradients anew (TORCH_LOGS=recompiles says why): ",
+        "step anew (TORCH_LOGS=recompiles says why): ",
+    )
+    assert len(told) == (len(expected) if rank == 0 else 0), told
+    assert all(line.startswith(what) for line, what in zip(told, expected, strict=rank == 0))
+
+
+def test_short_compilations_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(progress, "_write", lines.append)
+    monkeypatch.setattr(progress, "_SHORT_ONES_S", 0.02)
+    compilations = progress.CompilationProgress()
+    for _ in range(3):
+        compilations.begin(None)
+        time.sleep(0.01)
+        compilations.end(None)
+    assert len(lines) == 1
+    assert "short compilations, the last of code: 0 s" in lines[0]
 
 
 @on_ranks(2)
@@ -253,7 +298,6 @@ def test_wrong_calls(rank: int) -> None:
     wrapped = FSDP(nn.Linear(2, 2))
     for call, expected in (
         (lambda: warmup(nn.Linear(2, 2), [torch.ones(2)]), "expected a model with units, got Lin"),
-        (lambda: limit_recompiles(-1), "0 or more"),
         (
             lambda: warmup(wrapped, [torch.ones(2)], lambda model, x: model(x).sum().backward()),
             "expected a loss, one number.* got None",

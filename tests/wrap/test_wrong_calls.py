@@ -42,16 +42,6 @@ _WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         FSDPTypeError,
         "expected a set of classes of modules, got <class 'models.Block'>",
     ),
-    "recompiles below 0": (
-        partial(fsdp_dynamo.warmup, nn.Linear(1, 1), [], max_recompiles=-1),
-        FSDPValueError,
-        "0 or more, or None, got -1",
-    ),
-    "recompiles in words": (
-        partial(fsdp_dynamo.limit_recompiles, "two"),  # type: ignore[arg-type]
-        FSDPValueError,
-        "got 'two'",
-    ),
     "a mode with CUDA graphs": (
         partial(_compile_with_mode, "fsdp_dynamo", "reduce-overhead"),
         FSDPValueError,
