@@ -1,24 +1,30 @@
-"""Collectives: numbers, progress beside the computation, and recordings that are off."""
+"""Collectives by themselves: numbers, progress beside the computation, and what goes in between."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, loss_of, make_transformer, wrap
-from modes import MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
+from torch.distributed import distributed_c10d
 
-from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives, point_to_point
 from fsdp_dynamo.comm.in_flight import InFlight
+from fsdp_dynamo.comm.process_groups import new_group
 
 TAG = 77
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _comes(tensors: Sequence[torch.Tensor], values: Sequence[float]) -> bool:
@@ -31,105 +37,40 @@ def _comes(tensors: Sequence[torch.Tensor], values: Sequence[float]) -> bool:
     return False
 
 
-def _progress(rank: int, world_size: int) -> list[bool]:
-    """Issued collectives complete without a wait: they overlap with compute."""
-    group = dist.group.WORLD
-    assert group is not None
-    shard = torch.full((1 << 16,), float(rank))
-    unsharded = torch.zeros(world_size << 16)
-    gather = collectives.issue_all_gather(unsharded, shard, group)
-    done = [_comes(unsharded.chunk(world_size), range(world_size))]
-    output = torch.empty_like(shard)
-    works, (parts,) = point_to_point.issue_exchanges(
-        [(torch.full_like(unsharded, 5.0), output)], group, TAG
-    )
-    done.append(_comes(parts, [5.0] * world_size))
+@on_ranks(2)
+def test_collectives_progress_without_a_wait(rank: int) -> None:
+    """They overlap with compute."""
+    shard, unsharded = torch.full((1 << 16,), float(rank)), torch.zeros(2 << 16)
+    gather = collectives.issue_all_gather(unsharded, shard, _world())
+    assert _comes(unsharded.chunk(2), range(2))
+    pairs = [(torch.full_like(unsharded, 5.0), torch.empty_like(shard))]
+    works, (parts,) = point_to_point.issue_exchanges(pairs, _world(), TAG)
+    assert _comes(parts, [5.0] * 2)
     gather.wait()
     for work in works:
         work.wait()
-    return done
 
 
-def test_collectives_progress_without_a_wait(ranks: RankPool) -> None:
-    assert ranks.run(_progress, 2) == [[True] * 2] * 2
-
-
-def _means(rank: int, world_size: int) -> list[bool]:
-    group = dist.group.WORLD
-    assert group is not None
-    results = []
+def _means(rank: int, world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         whole = [torch.arange(12.0).mul(r + 1).to(dtype) for r in range(world_size)]
-        expected = (sum(w.float() for w in whole) / world_size).to(dtype)
+        expected = sum(w.float() for w in whole) / world_size
         part = torch.empty(12 // world_size, dtype=dtype)
-        collectives.issue_reduce_mean(part, whole[rank].clone(), group).wait()
-        own = expected.chunk(world_size)[rank]
-        results.append(torch.allclose(part.float(), own.float(), rtol=1e-2))
+        collectives.issue_reduce_mean(part, whole[rank].clone(), _world()).wait()
+        torch.testing.assert_close(part, expected.to(dtype).chunk(world_size)[rank])
         same = whole[rank].clone()
-        collectives.issue_reduce_mean(same, same, group).wait()
-        results.append(torch.allclose(same.float(), expected.float(), rtol=1e-2))
-    return results
+        collectives.issue_reduce_mean(same, same, _world()).wait()
+        torch.testing.assert_close(same, expected.to(dtype))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_means(ranks: RankPool, world_size: int) -> None:
-    assert ranks.run(_means, world_size) == [[True] * 6] * world_size
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+    ranks.run(_means, world_size)
 
 
 def _sources(rank: int, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * number + rank)
     return torch.randn(numel, generator=generator).to(dtype)
-
-
-def _like_the_library(rank: int, world_size: int) -> list[str]:
-    """Issue many collectives of several sizes, wait out of order; what differs from torch's own."""
-    group = dist.group.WORLD
-    assert group is not None
-    sizes = [1, 7, 4096, 300_000]
-    cases = [(dtype, numel) for numel in sizes for dtype in DTYPES for _ in range(2)]
-    issued: list[tuple[str, InFlight, torch.Tensor, torch.Tensor]] = []
-    own_message = torch.full((3,), float(rank))
-    theirs = torch.empty(3)
-    for number, (dtype, numel) in enumerate(cases):
-        shard = _sources(rank, number, numel, dtype)
-        expected = torch.empty(numel * world_size, dtype=dtype)
-        dist.all_gather_into_tensor(expected, shard, group=group)
-        output = torch.empty_like(expected)
-        if number % 3 == 0:  # the shard is its own slot
-            output.chunk(world_size)[rank].copy_(shard)
-            shard = output.chunk(world_size)[rank]
-        gather = collectives.issue_all_gather(output, shard, group)
-        issued.append((f"gather {dtype} {numel}", gather, output, expected))
-        if number == 2:  # a user's own message, with the default tag, between two collectives
-            user = [dist.isend(own_message, (rank + 1) % world_size)]
-            user.append(dist.irecv(theirs, (rank - 1) % world_size))
-        whole = _sources(rank, number + 50, numel * world_size, dtype)
-        parts = torch.empty_like(whole)
-        dist.all_to_all_single(parts, whole.clone(), group=group)
-        scaled = parts.float().view(world_size, -1)
-        expected = scaled.div(world_size).sum(0).to(dtype)
-        if dtype == torch.float32:
-            expected = torch.empty(numel)
-            dist.reduce_scatter_tensor(expected, whole.clone(), dist.ReduceOp.AVG, group=group)
-        part = torch.empty(numel, dtype=dtype)
-        reduce = collectives.issue_reduce_mean(part, whole, group)
-        issued.append((f"reduce {dtype} {numel}", reduce, part, expected))
-    step = -1 if rank % 2 else 1
-    for _, in_flight, _, _ in issued[::2][::step] + issued[1::2][::-step]:
-        in_flight.wait()
-    for work in user:
-        assert work is not None
-        work.wait()
-    wrong = [] if bool((theirs == (rank - 1) % world_size).all()) else ["a user's message"]
-    for what, _, output, expected in issued:
-        exact = what.startswith("gather")
-        limits = {"rtol": 0.0, "atol": 0.0} if exact else _limits(output.dtype)
-        if not torch.allclose(output.float(), expected.float(), **limits):
-            wrong.append(f"{what}: {(output.float() - expected.float()).abs().max()}")
-    return wrong
 
 
 def _limits(dtype: torch.dtype) -> dict[str, float]:
@@ -138,54 +79,79 @@ def _limits(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": one, "atol": 2 * one if dtype == torch.float16 else 1e-6}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_many_in_flight_are_those_of_the_library(ranks: RankPool, world_size: int) -> None:
-    assert ranks.run(_like_the_library, world_size) == [[]] * world_size
+@on_ranks(3)
+def test_many_in_flight_are_those_of_the_library(rank: int) -> None:
+    """Many collectives of several sizes at once, waited for out of order, against torch's own."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    cases = [(d, n) for n in (1, 7, 4096, 100_000) for d in dtypes for _ in range(2)]
+    issued: list[tuple[str, InFlight, torch.Tensor, torch.Tensor]] = []
+    theirs = torch.empty(3)
+    for number, (dtype, numel) in enumerate(cases):
+        shard = _sources(rank, number, numel, dtype)
+        expected = torch.empty(numel * 3, dtype=dtype)
+        dist.all_gather_into_tensor(expected, shard)
+        output = torch.empty_like(expected)
+        if number % 3 == 0:  # the shard is its own slot
+            output.chunk(3)[rank].copy_(shard)
+            shard = output.chunk(3)[rank]
+        gather = collectives.issue_all_gather(output, shard, _world())
+        issued.append((f"gather {dtype} {numel}", gather, output, expected))
+        if number == 2:  # a user's own message, with the default tag, between two collectives
+            user = [dist.isend(torch.full((3,), float(rank)), (rank + 1) % 3)]
+            user.append(dist.irecv(theirs, (rank - 1) % 3))
+        whole = _sources(rank, number + 50, numel * 3, dtype)
+        if dtype == torch.float32:
+            expected = torch.empty(numel)
+            dist.reduce_scatter_tensor(expected, whole.clone(), dist.ReduceOp.AVG)
+        else:
+            parts = torch.empty_like(whole)
+            dist.all_to_all_single(parts, whole.clone())
+            expected = parts.float().view(3, -1).div(3).sum(0).to(dtype)
+        part = torch.empty(numel, dtype=dtype)
+        reduce = collectives.issue_reduce_mean(part, whole, _world())
+        issued.append((f"reduce {dtype} {numel}", reduce, part, expected))
+    step = -1 if rank % 2 else 1
+    for _, in_flight, _, _ in issued[::2][::step] + issued[1::2][::-step]:
+        in_flight.wait()
+    for work in user:
+        assert work is not None
+        work.wait()
+    assert theirs.tolist() == [(rank - 1) % 3] * 3
+    for what, _, output, expected in issued:
+        limits = {"rtol": 0.0, "atol": 0.0} if "gather" in what else _limits(output.dtype)
+        torch.testing.assert_close(output, expected, msg=what, **limits)
 
 
-def _in_two_groups(rank: int, world_size: int) -> bool:
+@on_ranks(3)
+def test_groups_are_kept_apart(rank: int) -> None:
     """Two groups of the same ranks, used in another order by the first rank."""
-    groups = [dist.new_group(list(range(world_size))) for _ in range(2)]
-    outputs = [torch.zeros(world_size) for _ in groups]
-    order = [0, 1] if rank == 0 else [1, 0]
+    groups = [dist.new_group(list(range(3))) for _ in range(2)]
+    outputs = [torch.zeros(3) for _ in groups]
     gathers = [
         collectives.issue_all_gather(outputs[g], torch.tensor([10.0 * g + rank]), groups[g])
-        for g in order
+        for g in ([0, 1] if rank == 0 else [1, 0])
     ]
     for gather in gathers:
         gather.wait()
-    expected = [[10.0 * g + r for r in range(world_size)] for g in range(2)]
-    return [output.tolist() for output in outputs] == expected
+    assert [output.tolist() for output in outputs] == [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]
 
 
-def test_groups_are_kept_apart(ranks: RankPool) -> None:
-    assert ranks.run(_in_two_groups, 3) == [True] * 3
-
-
-def _received_bytes(rank: int, world_size: int) -> list[Any]:
-    """Bytes that a reduce-scatter receives into besides its output; what it does not copy."""
-    group = dist.group.WORLD
-    assert group is not None
-    unsharded = torch.arange(8.0 * world_size).add(rank)
-    output = torch.empty(8)
-    works, (parts,) = point_to_point.issue_exchanges([(unsharded, output)], group, TAG)
+@on_ranks(4)
+def test_receive_buffer(rank: int) -> None:
+    """A reduce-scatter receives into its output too, and does not copy its own part."""
+    unsharded, output = torch.arange(32.0).add(rank), torch.empty(8)
+    works, (parts,) = point_to_point.issue_exchanges([(unsharded, output)], _world(), TAG)
     for work in works:
         work.wait()
     others = {p.untyped_storage().data_ptr(): p for r, p in enumerate(parts) if r != rank}
-    first = any(p is others[output.data_ptr()] for p in parts[:2])
+    assert any(p is others[output.data_ptr()] for p in parts[:2])
     del others[output.data_ptr()]
-    is_own = parts[rank].data_ptr() == unsharded[8 * rank :].data_ptr()
-    values = [part[0].item() for part in parts]
+    assert sum(p.untyped_storage().nbytes() for p in others.values()) == 2 * output.nbytes
+    assert parts[rank].data_ptr() == unsharded[8 * rank :].data_ptr()
+    values = [8.0 * rank + r for r in range(4)]
+    assert [part[0].item() for part in parts] == values
     point_to_point.sum_parts(output, parts, 1)
-    values.append(output[0].item())
-    return [sum(p.untyped_storage().nbytes() for p in others.values()), first, is_own, values]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_receive_buffer(ranks: RankPool, world_size: int) -> None:
-    for rank, answer in enumerate(ranks.run(_received_bytes, world_size)):
-        values = [8.0 * rank + r for r in range(world_size)]
-        assert answer == [32 * (world_size - 2), True, True, [*values, sum(values)]]
+    assert output[0].item() == sum(values)
 
 
 def test_what_cannot_be_gathered_is_not_begun() -> None:
@@ -207,71 +173,28 @@ def test_sums_of_low_precision_round_once() -> None:
     assert output.item() == 256.0
 
 
-def _empty(rank: int, world_size: int) -> bool:
-    group = dist.group.WORLD
-    assert group is not None
+@on_ranks(2)
+def test_nothing_to_transfer(rank: int) -> None:
     nothing = torch.empty(0)
-    collectives.issue_all_gather(nothing, torch.empty(0), group).wait()
-    collectives.issue_reduce_mean(torch.empty(0), nothing, group).wait()
-    return True
+    collectives.issue_all_gather(nothing, torch.empty(0), _world()).wait()
+    collectives.issue_reduce_mean(torch.empty(0), nothing, _world()).wait()
 
 
-def test_nothing_to_transfer(ranks: RankPool) -> None:
-    assert ranks.run(_empty, 2) == [True, True]
-
-
-def _no_events(rank: int, world_size: int, mode: str) -> bool:
-    """With no recording, no event is ever made."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("an event was made")
-
-    kept = events.EventLog.issue
-    events.EventLog.issue = refuse  # type: ignore[method-assign]
-    try:
-        model = in_mode(wrap(make_transformer(num_blocks=2)), mode)
-        for step in range(2):
-            loss_of(model, batch(rank, step)).backward()
-    finally:
-        events.EventLog.issue = kept  # type: ignore[method-assign]
-    return True
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_off_means_off(ranks: RankPool, mode: str) -> None:
-    assert ranks.run(_no_events, 2, mode) == [True, True]
-
-
-def _dropped_in_flight(rank: int, world_size: int) -> list[float]:
-    """A gather after one whose handle rank 0 has dropped before the other rank sent its part."""
-    group = dist.group.WORLD
-    assert group is not None
-    shard, output = torch.full((1 << 20,), float(rank)), torch.empty(world_size << 20)
+@on_ranks(2, timeout=60.0)
+def test_a_handle_that_is_dropped(rank: int) -> None:
+    """Rank 0 drops one before the other has sent its part, as with a model that goes after an
+    error: the connection serves the next one."""
+    shard, output = torch.full((1 << 20,), float(rank)), torch.empty(2 << 20)
     if rank == 0:
-        dropped = collectives.issue_all_gather(output, shard, group, label="unit")
+        dropped = collectives.issue_all_gather(output, shard, _world(), label="unit")
         dist.barrier()
         del dropped
     else:
         dist.barrier()
-        collectives.issue_all_gather(output, shard, group, label="unit").wait()
-    output = torch.empty(world_size << 20)
-    collectives.issue_all_gather(output, shard + 1, group, label="unit").wait()
-    return output.unique().tolist()
-
-
-def test_a_handle_that_is_dropped(ranks: RankPool) -> None:
-    """As with a model that goes after an error: the connection serves the next one."""
-    assert ranks.run(_dropped_in_flight, 2, timeout=60.0) == [[1.0, 2.0]] * 2
-
-
-class _ManyRanks:
-    """A group's size, without its ranks."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
+        collectives.issue_all_gather(output, shard, _world(), label="unit").wait()
+    output = torch.empty(2 << 20)
+    collectives.issue_all_gather(output, shard + 1, _world(), label="unit").wait()
+    assert output.unique().tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 4096])
@@ -280,9 +203,50 @@ def test_float16_neither_overflows_nor_underflows(size: int, value: float) -> No
     """Equal gradients of many ranks, summed in float16."""
     grad = torch.tensor([value], dtype=torch.float16)
     expected = grad.clone()
-    op, divisor = collectives.divide_first(grad, _ManyRanks(size))  # type: ignore[arg-type]
+    op, divisor = collectives.divide_first(grad, Mock(size=lambda: size))
     total = grad * size
     divide = collectives.divide_after(total, op, divisor)
     if divide is not None:
         divide()
     torch.testing.assert_close(total, expected)
+
+
+# -- groups of some ranks, made by these ranks alone -----------------------------------------------
+
+
+class _Library(dist.ProcessGroupGloo):
+    """A stand-in for NCCL: notes of which group the communicator of a new one is split.
+
+    A split blocks until every rank of that group takes part.
+    """
+
+    sources: ClassVar[list[Any]]
+
+    class Options:
+        split_from: Any = None
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        super().__init__(store, rank, size, options._timeout)
+        self.sources.append(options.split_from)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@on_ranks(3)
+def test_ranks_outside_of_a_new_group_do_not_take_part(rank: int, backend: str) -> None:
+    pair, default, device = dist.new_group([0, 1]), dist.group.WORLD, torch.device("cuda:0")
+    assert default is not None
+    if rank == 2:
+        return
+    _Library.sources = []
+    with (
+        mock.patch.object(distributed_c10d, "ProcessGroupNCCL", _Library, create=True),
+        mock.patch.object(distributed_c10d, "is_nccl_available", return_value=True),
+    ):
+        default.bound_device_id = device  # as init_process_group(device_id=...) leaves it
+        made = new_group([pair], [0, 1], "a test", backend)
+        assert default.bound_device_id == made.bound_device_id == device
+        default.bound_device_id = None
+    assert _Library.sources == ([None] if backend == "nccl" else [])
+    total = torch.ones(1)
+    dist.all_reduce(total, group=pair)
+    assert total.item() == 2

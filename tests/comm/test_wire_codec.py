@@ -104,53 +104,46 @@ def test_what_is_not_finite_stays_so_in_its_block(name: str, value: float) -> No
 def test_rounding_at_random_has_the_right_mean(name: str) -> None:
     wire = WireFormat(name, 8, is_stochastic=True)  # type: ignore[arg-type]
     values = torch.tensor([1.0, 0.1234, -0.4321, 0.5, 0.003, -0.9999, 0.0, 0.25])
-    got = torch.stack([_arrived(values, 1, wire) for _ in range(4000)])
+    got = torch.stack([_arrived(values, 1, wire) for _ in range(1000)])
     step = 2 * LARGEST_ERROR[name]
     assert ((got - values).abs() <= step * 1.001).all()
     assert (got[:, 1] != got[0, 1]).any()
-    assert ((got.mean(0) - values).abs() <= 4 * step / 4000**0.5).all()
-
-
-@pytest.mark.parametrize("name", WIRE_FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_are_of_what_arrived(name: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    wire = WireFormat(name, 64)  # type: ignore[arg-type]
-    values = [torch.randn(300) for _ in range(3)]
-    messages = [wire_codec.encode(value, 1, wire) for value in values]
-    output = values[0].to(dtype)
-    first, second = (_arrived(value, 1, wire) for value in values[1:])
-    expected = (output + first + second) / 3
-    wire_codec.add_decoded(output, messages[1:], wire, 3)
-    assert torch.allclose(output.float(), expected, rtol=2**-8 if dtype != torch.float32 else 1e-6)  # type: ignore[arg-type]
+    assert ((got.mean(0) - values).abs() <= 4 * step / 1000**0.5).all()
+    values = torch.full((800,), 0.3)
+    values[::8] = 1.0
+    rounded = _arrived(values, 1, wire).view(100, 8)[:, 1:] > 0.3
+    assert (rounded != rounded[0]).any(0).all()  # the noise of each block is another
 
 
 @given(
     name=st.sampled_from(WIRE_FORMATS),
-    num_messages=st.integers(2, 6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    num_messages=st.integers(1, 6),
     numel=st.integers(1, 300),
     tile=st.sampled_from([16, 200, 1 << 18]),
     seed=st.integers(0, 1000),
 )
-def test_several_messages_at_once(
-    name: str, num_messages: int, numel: int, tile: int, seed: int
+def test_sums_are_of_what_arrived(
+    name: str, dtype: torch.dtype, num_messages: int, numel: int, tile: int, seed: int
 ) -> None:
-    """Their sum is that of one by one, and what is missing in all of them stays so."""
+    """One message or several at once; what is missing in all of them stays so."""
     torch.manual_seed(seed)
     wire = WireFormat(name, 16)  # type: ignore[arg-type]
     values = torch.randn(num_messages, numel).masked_fill(torch.rand(numel) < 0.3, NO_VALUE)
     values[0, :: max(1, numel // 3)] = NO_VALUE  # of some elements, in one message only
-    own = torch.randn(numel).masked_fill(torch.rand(numel) < 0.5, NO_VALUE)
-    sent = wire_codec.encode(values.view(-1), num_messages, wire, may_lack=True)
-    apart, at_once = own.clone(), own.clone()
+    own = torch.randn(numel).masked_fill(torch.rand(numel) < 0.5, NO_VALUE).to(dtype)
+    arrived = torch.stack([_arrived(value, 1, wire) for value in values])
+    expected = (own.float() + arrived.sum(0)) / 3
+    is_missing = (torch.vstack([own.float(), arrived]) == 0).all(0)
+    is_missing &= torch.vstack([own.float(), arrived]).signbit().all(0)
+    messages = wire_codec.encode(values.view(-1), num_messages, wire, may_lack=True)
+    messages = messages.view(num_messages, -1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire_kernels, "tile_numel", lambda _: tile)
-        wire_codec.add_decoded(apart, sent.chunk(num_messages), wire, 3)
-        messages = sent.view(num_messages, -1)
-        wire_codec.add_decoded(at_once, [messages[:1], messages[1:]], wire, 3)
-    torch.testing.assert_close(at_once, apart, rtol=1e-5, atol=1e-5)
-    is_missing = (apart == 0) & apart.signbit()
-    assert torch.equal((at_once == 0) & at_once.signbit(), is_missing)
+        wire_codec.add_decoded(own, [messages[:1], messages[1:]][:num_messages], wire, 3)
+    one = 2**-8 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(own.float(), expected, rtol=one, atol=max(1e-5, one**2))
+    assert torch.equal((own == 0) & own.signbit(), is_missing)
 
 
 @pytest.mark.parametrize("name", WIRE_FORMATS)
@@ -162,15 +155,6 @@ def test_what_is_not_sent_is_not_encoded(name: str) -> None:
     sent = wire_codec.encode_for_others(values, 3, 1, wire, may_lack=False).view(3, -1)
     assert torch.equal(sent[0], every[0])
     assert torch.equal(sent[2], every[2])
-
-
-def test_noise_does_not_repeat_by_block() -> None:
-    wire = WireFormat("int8", 16, is_stochastic=True)
-    values = torch.full((1600,), 0.3)
-    values[::16] = 1.0
-    rounded = _arrived(values, 1, wire).view(100, 16)[:, 1:] > 0.3
-    assert rounded.float().mean(0).min() > 0.01
-    assert (rounded != rounded[0]).any(0).all()
 
 
 @pytest.fixture
@@ -189,8 +173,8 @@ def test_one_code_for_all_sizes(backend: CompileCounter) -> None:
     """Of each kernel one for tiles of one row, and for more one if they are contiguous and one if
     not; of sums, which have one row, one with a divisor and one without."""
     nearest, at_random = WireFormat("int8"), WireFormat("int8", is_stochastic=True)
-    for num_parts in (1, 2, 3, 5, 8):
-        for numel in (4096, 17_000, 1 << 14, 25_600, 1 << 16, 200_000):
+    for num_parts in (1, 2, 5):
+        for numel in (4096, 17_000, 1 << 16, 200_000):
             values = torch.randn(num_parts * numel)
             sent = wire_codec.encode(values, num_parts, nearest)
             wire_codec.decode(values, sent, num_parts, nearest)
@@ -265,8 +249,10 @@ def test_a_run_of_noise_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["int8", "float8", "int4"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("int8", torch.float32), ("float8", torch.bfloat16), ("int4", torch.float32)],
+)
 def test_compiled_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled or not: the same bytes decode to the same bits; codes differ by one at most."""
     torch.manual_seed(1)
