@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Block, Branching, Transformer, batch, loss_of, make_transformer, wrap
 from modes import in_mode
-from pool import RankPool
-from torch import nn
+from pool import RankPool, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_dynamo import FSDP, DivergenceError, ShardingStrategy
@@ -21,11 +22,6 @@ from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 LIMIT_S = 10.0
 PERIOD_S = 0.2
-
-
-def _branching() -> nn.Module:
-    torch.manual_seed(7)
-    return Branching(num_blocks=3)
 
 
 def _skip(model: Any, rank: int) -> None:
@@ -68,44 +64,34 @@ CASES: dict[str, tuple[Callable[[Any, int], None], str]] = {
 }
 
 
-def _diverge(rank: int, world_size: int, mode: str, case: str) -> tuple[str, str, float]:
-    """A step that is the same on all ranks, then one that is not."""
-    policy = ModuleWrapPolicy({Block})
-    model: Any = FSDP(_branching(), auto_wrap_policy=policy)
-    run = in_mode(model, mode)
-    loss_of(run, batch(rank, 0)).backward()
+@contextmanager
+def _an_error_in_time(words: Sequence[str]) -> Iterator[None]:
+    """The promise; the wait itself is one period of the watcher. The store has the message."""
     began = time.monotonic()
-    try:
-        with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
-            CASES[case][0](run, rank)
-        return "", "", time.monotonic() - began
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-
-
-_SLOW_ON_HOOKS = ("the last unit left out", "a backward left out", "a state dict of one rank")
+    with pytest.raises(DivergenceError) as raised:
+        yield
+    assert time.monotonic() - began < LIMIT_S
+    for word in words:
+        assert word in str(raised.value)
+    store: Any = dist.distributed_c10d._get_default_store()
+    assert store.compare_set("message", "", str(raised.value)).decode() == str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("mode", "case"),
-    [
-        pytest.param(
-            mode,
-            case,
-            marks=[pytest.mark.slow] if mode == "hooks" and case in _SLOW_ON_HOOKS else [],
-        )
-        for mode in ("eager", "hooks")
-        for case in CASES
-    ],
+    [*(("eager", case) for case in CASES), ("hooks", "a unit left out")],
 )
-def test_every_rank_gets_an_error(ranks: RankPool, mode: str, case: str) -> None:
-    found = ranks.run(_diverge, 2, mode, case)
-    for kind, message, seconds in found:
-        assert kind == DivergenceError.__name__, message
-        assert CASES[case][1] in message
-        assert "step " in message
-        assert seconds < LIMIT_S  # the promise; the wait itself is one period of the watcher
-    assert found[0][1] == found[1][1]
+@on_ranks(2)
+def test_every_rank_gets_an_error(rank: int, mode: str, case: str) -> None:
+    """The same one, in a step after one that is the same on all ranks."""
+    torch.manual_seed(7)
+    plain = Branching(num_blocks=3)
+    model: Any = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    run = in_mode(model, mode)
+    loss_of(run, batch(rank, 0)).backward()
+    diverge, unit = CASES[case]
+    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S), _an_error_in_time([unit, "step "]):
+        diverge(run, rank)
 
 
 class _Ordered(Transformer):
@@ -120,13 +106,10 @@ class _Ordered(Transformer):
         return self.head(self.norm(x)) * self.scale
 
 
-ORDERS = {"swapped": (1, 0, 2), "left out": (0, 1), "once more": (0, 1, 2, 1)}
-
-
-def _at_once(
-    rank: int, world_size: int, mode: str, order: str, strategy: ShardingStrategy
-) -> tuple[str, str, float]:
-    """The last rank's blocks run in another order than the others', in the first step."""
+def _in_another_order(
+    rank: int, world_size: int, order: tuple[int, ...], strategy: ShardingStrategy
+) -> None:
+    """The last ranks' blocks run in another order than the others', in the first step."""
     mesh = init_device_mesh("cpu", (2, 2) if strategy.is_hybrid else (world_size,))
     model: Any = FSDP(
         _Ordered(num_blocks=3),
@@ -135,46 +118,41 @@ def _at_once(
         device_mesh=mesh,
     )
     if rank >= world_size // 2:  # a whole replica
-        model.module.order = ORDERS[order]
+        model.module.order = order
     began = time.monotonic()
-    try:
-        loss_of(in_mode(model, mode), batch(rank, 0)).backward()
-        return "", "", 0.0
-    except DivergenceError as error:
-        return type(error).__name__, str(error), time.monotonic() - began
+    with pytest.raises(DivergenceError, match=r"blocks\."):
+        loss_of(model, batch(rank, 0)).backward()
+    assert time.monotonic() - began < LIMIT_S
 
 
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
-@pytest.mark.parametrize("order", list(ORDERS))
-@pytest.mark.parametrize("mode", ["eager", pytest.param("hooks", marks=pytest.mark.slow)])
-def test_in_the_first_step(ranks: RankPool, mode: str, order: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "order"),
+    [
+        ("NO_SHARD", (1, 0, 2)),
+        ("NO_SHARD", (0, 1)),
+        ("NO_SHARD", (0, 1, 2, 1)),
+        ("SHARD_GRAD_OP", (1, 0, 2)),
+        ("HYBRID_SHARD", (1, 0, 2)),
+        ("HYBRID_SHARD", (0, 1)),
+    ],
+)
+def test_in_the_first_step(ranks: RankPool, strategy: str, order: tuple[int, ...]) -> None:
     """Also where gradients are all-reduced: those of equal blocks would be mixed up."""
     number = 4 if strategy == "HYBRID_SHARD" else 2
-    found = ranks.run(_at_once, number, mode, order, ShardingStrategy[strategy])
-    for kind, message, seconds in found:
-        assert kind == DivergenceError.__name__
-        assert "blocks." in message
-        assert seconds < LIMIT_S or mode == "hooks"
+    ranks.run(_in_another_order, number, order, ShardingStrategy[strategy])
 
 
-def _another_wrap(rank: int, world_size: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_another_wrap(rank: int) -> None:
     plain = make_transformer(num_blocks=2)
     model = wrap(plain) if rank == 0 else FSDP(plain)
-    try:
+    with pytest.raises(DivergenceError, match="elements"):
         loss_of(model, batch(rank, 0)).backward()
-    except DivergenceError as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
-def test_another_wrap(ranks: RankPool) -> None:
-    for kind, message in ranks.run(_another_wrap, 2):
-        assert kind == DivergenceError.__name__
-        assert "elements" in message
-
-
-def _late(rank: int, world_size: int) -> float:
-    """One rank is slow: nothing is wrong with that."""
+@on_ranks(2)
+def test_a_slow_rank_is_waited_for(rank: int) -> None:
+    """Nothing is wrong with that."""
     model = wrap(make_transformer(num_blocks=2))
     with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
         if rank == 1:
@@ -183,8 +161,3 @@ def _late(rank: int, world_size: int) -> float:
         if rank == 0:
             time.sleep(4 * PERIOD_S)
         loss.backward()
-    return loss.item()
-
-
-def test_a_slow_rank_is_waited_for(ranks: RankPool) -> None:
-    assert all(loss > 0 for loss in ranks.run(_late, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fsdp_dynamo.checkpoint.manifest import SHARED_FILE, FileChecksum, Manifest,
 from fsdp_dynamo.checkpoint.storage import INDEX_FILE
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.health import late_ranks
-from fsdp_dynamo.health.collective_order import _compared_with, find_order_mismatch
+from fsdp_dynamo.health.collective_order import find_order_mismatch
 from fsdp_dynamo.health.comparison import require_same
 from fsdp_dynamo.health.flight_recorder import listed
 from fsdp_dynamo.health.store import shared_store
@@ -29,25 +28,23 @@ SLACK = 1.5  # numbers of ranks have more digits; some ranks look before others 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_traffic(name: str) -> None:
-    few, many = (simulate(size, PROTOCOLS[name])[1] for size in (FEW, MANY))
+    _, few = simulate(FEW, PROTOCOLS[name])
+    found, many = simulate(MANY, PROTOCOLS[name])
     assert many.looked_at <= SLACK * MOST * few.looked_at
     assert many.num_bytes <= SLACK * MOST * few.num_bytes
     assert many.longest_key <= few.longest_key + 3  # digits
+    if name == "a graph of 100 units is compared":
+        assert set(found) == {None}
+    elif name == "one rank has another graph":
+        assert {type(error) for error in found} == {DivergenceError}
+        assert len(set(map(str, found))) == 1
+        assert f"expected rank {MANY - 1} to issue what rank 0 does" in str(found[0])
+    elif name == "one rank fails while it wraps":
+        failures = {rank: "ValueError: no such width" if rank == 1 else "" for rank in range(MANY)}
+        assert all(each == failures for each in found)
 
 
-def test_results() -> None:
-    """Of many ranks: that agree, and of which one differs or fails."""
-    assert set(simulate(MANY, PROTOCOLS["a graph of 100 units is compared"])[0]) == {None}
-    errors, _ = simulate(MANY, PROTOCOLS["one rank has another graph"])
-    assert {type(error) for error in errors} == {DivergenceError}
-    assert len(set(map(str, errors))) == 1
-    assert f"expected rank {MANY - 1} to issue what rank 0 does" in str(errors[0])
-    failures, _ = simulate(MANY, PROTOCOLS["one rank fails while it wraps"])
-    expected = {rank: "ValueError: no such width" if rank == 1 else "" for rank in range(MANY)}
-    assert all(found == expected for found in failures)
-
-
-@pytest.mark.parametrize("odd", [{0}, {17}, {31, 32}, set(range(20, 40)), set(range(0, MANY, 2))])
+@pytest.mark.parametrize("odd", [{0}, {31, 32}, set(range(0, MANY, 2))])
 def test_any_ranks_that_issue_something_else_are_found(odd: set[int]) -> None:
     def job(group: Any) -> str | None:
         store = shared_store(group)
@@ -93,30 +90,11 @@ def test_messages_are_short_however_many_ranks_are_late(monkeypatch: pytest.Monk
     assert len(str(error)) + len(str(told[0].message)) < 1500
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "3"),
-        ([4, 0, 1], "0, 1, 4"),
-        (range(9), "0 to 8"),
-        ([0, 1, 2, 5, *range(7, 4096)], "0 to 2, 5, 7 to 4095"),
-        (range(0, 4096, 2), "0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22 and 2036 more"),
-    ],
-)
-def test_ranks_in_messages(ranks: Sequence[int], text: str) -> None:
-    assert listed(ranks) == text
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 100])
-def test_distances(size: int) -> None:
-    """Up to four ranks compare with all others each time, more with all powers of two in turn."""
-    turns = [_compared_with(range(size), 0, turn) for turn in range(size)]
-    if size <= 4:
-        assert turns == [list(range(1, size))] * size
-    else:
-        powers = {1 << bit for bit in range((size - 1).bit_length())}
-        assert {rank for others in turns for rank in others} == powers | {size - p for p in powers}
-        assert max(map(len, turns)) <= 4
+def test_ranks_in_messages() -> None:
+    assert listed([4, 0, 1]) == "0, 1, 4"
+    assert listed([0, 1, 2, 5, *range(7, 4096)]) == "0 to 2, 5, 7 to 4095"
+    evens = listed(range(0, 4096, 2))
+    assert evens == "0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22 and 2036 more"
 
 
 def _checkpoint(folder: Path, num_ranks: int) -> Manifest:
