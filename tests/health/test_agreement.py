@@ -1,9 +1,14 @@
-"""Ranks that diverge get an error on every rank, never a hang."""
+"""Ranks that diverge get an error, never a hang; those that are late are waited for."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import Builder
+from models import batch, loss_of, make_transformer, wrap
 from modes import in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +29,7 @@ from fsdp_dynamo import (
     FSDP,
     DivergenceError,
     FSDPValueError,
-    MixedPrecision,
+    RankFailedError,
     ShardingStrategy,
     set_agreement_timeout,
 )
@@ -31,154 +37,23 @@ from fsdp_dynamo.comm import collectives, watchdog
 from fsdp_dynamo.health import late_ranks, notices
 from fsdp_dynamo.health.comparison import require_same, share_from_first
 from fsdp_dynamo.health.graph_agreement import require_agreement
+from fsdp_dynamo.health.notices import link_groups
 from fsdp_dynamo.health.store import shared_store
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.text.listing import SEPARATOR, describe_entry, fingerprint
 
 NUM_STEPS = 4
-TIMEOUTS_S = {"busy": 1.0, "slow": 1.0, "absent": 1.0}
-LONGER_S = 2.0  # than the timeouts above
+TIMEOUT_S = 1.0  # of agreements, where a rank is not to be waited for
+LONGER_S = 2.0
 PERIOD_S = 0.2  # of the watcher
+LIMIT_S = 10.0  # the promise
 BOUND_S = 45.0  # on a busy machine; a hang would last as long as the group's timeout, 60 s
 
 
-class Branching(nn.Module):
-    """Three blocks; a rank may call others than the rest, or have others."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        sizes = [(16, width), (width, 16), (16, 16)]
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in sizes)
-        self.order = [0, 1, 2]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            x = self.blocks[index](x)
-        return x
-
-
-def run_differently(rank: int, world_size: int, how: str, mode: str) -> tuple[str, float]:
-    """Some steps in which the last rank differs.
-
-    Returns:
-        The error's message, or how many steps went; and the seconds from this rank's last
-        compilation, or the begin of the last step, to the end.
-    """
-    ends: list[float] = []
-    callback_handler.register_end_callback(lambda _: ends.append(time.monotonic()))
-    differs = rank == world_size - 1
-    torch.manual_seed(5)
-    plain = Branching(24 if differs and how == "other shape" else 16)
-    replicas: dict[str, Any] = {}
-    if world_size == 4:
-        mesh = init_device_mesh("cpu", (2, 2))
-        replicas = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    low = MixedPrecision(param_dtype=torch.bfloat16)
-    wrapped = FSDP(
-        plain,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        mixed_precision=low if differs and how == "other dtype" else None,
-        **replicas,
-    )
-    if differs and how == "other branch":
-        plain.order = [1, 0, 2]
-    if differs and how == "a unit skipped":
-        plain.order = [0, 1]
-    model = in_mode(wrapped, mode, bucket=False)
-    late_ranks.announce_compilations()
-    dist.barrier()
-    try:
-        for step in range(NUM_STEPS):
-            began = time.monotonic()
-            if differs and step == 2 and how == "an extra recompile":
-                plain.order = [0, 2, 1]
-            if differs and step == 0 and how == "late":
-                time.sleep(0.5)
-            longer = differs and step == 2 and how == "a recompile for a shape"
-            model(torch.randn(4 if longer else 2, 16)).square().mean().backward()
-    except DivergenceError as error:
-        return str(error), time.monotonic() - max([began, *ends])
-    return f"{step + 1} steps", time.monotonic() - max([began, *ends])
-
-
-DIVERGENCES = {
-    "other shape": ["collective 0", "unit 'blocks.0'", "144 float32", "208 float32"],
-    "other branch": ["collective 0", "unit 'blocks.0'", "unit 'blocks.1'"],
-    "other dtype": ["collective 0", "144 float32", "144 bfloat16"],
-    "a unit skipped": ["collective 2", "unit 'blocks.2'", "got no further collective"],
-    "an extra recompile": [
-        "as rank 1 did, got the all-gather of unit 'blocks.",
-        "on rank 0, which rank 1 has not come to",
-    ],
-}
-
-
-def check_divergence(ranks: RankPool, how: str, mode: str) -> None:
-    (message, first_s), (other, other_s) = ranks.run(run_differently, 2, how, mode)
-    assert message == other
-    for words in DIVERGENCES[how]:
-        assert words in message
-    if how != "an extra recompile":
-        assert "expected rank 1 to issue what rank 0 does" in message
-        assert "ranks 0,1" in message
-    assert max(first_s, other_s) < BOUND_S
-
-
-@pytest.mark.parametrize("how", DIVERGENCES)
-def test_every_rank_gets_the_error(ranks: RankPool, how: str) -> None:
-    check_divergence(ranks, how, "graph")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["other branch", "an extra recompile"])
-def test_every_rank_gets_the_error_under_inductor(ranks: RankPool, how: str) -> None:
-    """The fingerprint is an argument of generated code, so compile caches keep it."""
-    check_divergence(ranks, how, "graph-inductor")
-
-
-def test_three_ranks_name_the_one_that_differs(ranks: RankPool) -> None:
-    messages = {message for message, _ in ranks.run(run_differently, 3, "a unit skipped", "graph")}
-    assert len(messages) == 1
-    assert "expected rank 2 to issue what rank 0 does" in messages.pop()
-
-
-@pytest.mark.parametrize(
-    "how", ["other branch", pytest.param("an extra recompile", marks=pytest.mark.slow)]
-)
-def test_every_rank_of_every_replica_gets_the_error(ranks: RankPool, how: str) -> None:
-    """Rank 3 differs; ranks 0 and 3 have no group in common."""
-    answers = ranks.run(run_differently, 4, how, "graph")
-    messages = [message for message, _ in answers]
-    wanted = ["rank 3"] if how == "other branch" else ["on rank 2, which rank 3 has not come to"]
-    assert all(words in messages[0] for words in wanted)
-    assert messages == messages[:1] * 4
-    assert max(seconds for _, seconds in answers) < BOUND_S
-
-
-@pytest.mark.parametrize("how", ["late", "a recompile for a shape", "nothing"])
-def test_ranks_that_agree_go_on(ranks: RankPool, how: str) -> None:
-    """A rank may be late, or compile again as long as its collectives stay the same."""
-    answers = ranks.run(run_differently, 2, how, "graph")
-    assert [text for text, _ in answers] == [f"{NUM_STEPS} steps"] * 2
-
-
-def count_store_writes(rank: int, world_size: int) -> list[int]:
-    """Number of comparisons through the store after each step."""
-    written: list[int] = []
-    model = in_mode(FSDP(Branching(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), "graph")
-    store = shared_store(world())
-    for _ in range(3):
-        model(torch.randn(2, 16)).sum().backward()
-        written.append(sum(store.check([_key(number, rank)]) for number in range(1, 9)))
-    return written
-
-
-def _key(number: int, rank: int) -> str:
-    return f"graph/{number}/digest/{rank}"
-
-
-def test_a_graph_is_compared_once(ranks: RankPool) -> None:
-    assert ranks.run(count_store_writes, 2) == [[2, 2, 2]] * 2  # a forward and a backward
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def outcome(action: Callable[[], object], *others: type[Exception]) -> str:
@@ -189,15 +64,104 @@ def outcome(action: Callable[[], object], *others: type[Exception]) -> str:
         return str(error)
 
 
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Three blocks, in an order that a rank may have for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.order = [0, 1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def run_differently(rank: int, world_size: int, order: list[int], mode: str) -> str:
+    """The error of a step in which the last rank calls other blocks."""
+    torch.manual_seed(5)
+    plain = Branching()
+    replicas: dict[str, Any] = {}
+    if world_size == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        replicas = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    wrapped = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **replicas)
+    if rank == world_size - 1:
+        plain.order = order
+    model = in_mode(wrapped, mode, bucket=False)
+    late_ranks.announce_compilations()
+    dist.barrier()
+    return outcome(lambda: model(torch.randn(2, 16)).square().mean().backward())
+
+
+OTHER = ([1, 0, 2], ["collective 0", "unit 'blocks.0'", "unit 'blocks.1'"])
+FEWER = ([0, 1], ["collective 2", "unit 'blocks.2'", "got no further collective"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size", "order", "words"),
+    [
+        ("graph", 2, *OTHER),
+        ("graph", 3, *FEWER),
+        ("graph", 4, *OTHER),  # replicas: ranks 0 and 3 have no group in common
+        # The fingerprint is an argument of generated code, so compile caches keep it.
+        pytest.param("graph-inductor", 2, *OTHER, marks=pytest.mark.slow),
+    ],
+    ids=["two ranks", "three ranks", "replicas", "inductor"],
+)
+def test_every_rank_gets_the_error(
+    ranks: RankPool, mode: str, world_size: int, order: list[int], words: list[str]
+) -> None:
+    messages = ranks.run(run_differently, world_size, order, mode)
+    assert messages == messages[:1] * world_size
+    first = 2 if world_size == 4 else 0  # of the last one's group
+    for part in (f"expected rank {world_size - 1} to issue what rank {first} does", *words):
+        assert part in messages[0]
+
+
+@on_ranks(2)
+def test_ranks_that_agree_go_on(rank: int) -> None:
+    """A rank may be late, or compile again as long as its collectives stay the same.
+
+    A graph is compared once: a forward and a backward.
+    """
+    model = in_mode(FSDP(Branching(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), "graph")
+    store = shared_store(world())  # of the run that wrapping has begun
+    for step in range(NUM_STEPS):
+        if rank and step == 0:
+            time.sleep(0.5)
+        model(torch.randn(4 if rank and step == 2 else 2, 16)).square().mean().backward()
+        if step < 2:
+            keys = [f"graph/{number}/digest/{rank}" for number in range(1, 9)]
+            assert sum(store.check([key]) for key in keys) == 2
+
+
+def test_fingerprint() -> None:
+    builder = Builder()
+    shard = builder.input("shard")
+    shard.meta["val"] = torch.empty(10, dtype=torch.bfloat16)
+    unsharded = builder.gather("blocks.0", shard)
+    unsharded.meta["val"] = torch.empty(20)
+    builder.graph.output(builder.reduce("", unsharded))
+    gather, reduce = fingerprint(builder.graph).split(SEPARATOR)
+    assert gather == "all_gather_into_tensor blocks.0#0 bfloat16 10 - - g"
+    assert reduce == "reduce_scatter_tensor (root)#0 float32 20 avg - g"
+    assert describe_entry(reduce) == (
+        "reduce_scatter_tensor (avg) of unit '(root)', flat parameter 0, 20 float32, ranks g"
+    )
+    assert describe_entry("") == "no further collective"
+
+
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def compare_texts(rank: int, world_size: int, how: str) -> list[str]:
-    """Three exchanges between ranks of which one differs, is late, or does not come."""
-    set_agreement_timeout(TIMEOUTS_S.get(how))
+    """Two exchanges between ranks of which one differs, is late, or does not come."""
+    set_agreement_timeout(TIMEOUT_S if how in ("busy", "absent") else None)
     odd = rank == 1
     if how == "busy" and odd:
         with late_ranks.busy():  # as while a frame is compiled
@@ -225,65 +189,60 @@ def test_texts_are_compared(ranks: RankPool) -> None:
     assert "the same plan on all ranks" in differing[0][0]
     assert "on rank(s) 1" in differing[0][0]
     assert "aaax' on" in differing[0][0]
-    absent = ranks.run(compare_texts, 3, "absent")
-    assert absent[1] == ["absent"]
-    for answer in (absent[0], absent[2]):
+    first, absent, other = ranks.run(compare_texts, 3, "absent")
+    assert absent == ["absent"]
+    for answer in (first, other):
         assert "the plan of rank(s) 1" in answer[0]
         assert "nothing from rank(s) 1 within 1 s" in answer[0]
 
 
-def wrap_with(rank: int, world_size: int, odd: str, hybrid: bool) -> tuple[str, bool]:
+def wrap_with(rank: int, world_size: int, odd: str) -> str:
     """What wrapping raises where the last rank has another version of torch installed."""
     version = odd if rank == world_size - 1 else "2.13.0+cu130"
-    kwargs: dict[str, Any] = {}
-    if hybrid:
+    replicas: dict[str, Any] = {}
+    if world_size == 4:
         mesh = init_device_mesh("cpu", (2, 2))
-        kwargs = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        replicas = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     module = nn.Linear(4, 4)
     with mock.patch.object(torch, "__version__", version):
-        error = outcome(lambda: type(FSDP(module, **kwargs)).__name__)
-    return error, not any(isinstance(p, DTensor) for p in module.parameters())
+        error = outcome(lambda: type(FSDP(module, **replicas)).__name__)
+    assert isinstance(module.weight, DTensor) == (error == FSDP.__name__)  # else unchanged
+    return error
 
 
-@pytest.mark.parametrize("odd", ["2.15.0", "2.13.1+cu130", "2.13.0.dev20261101"])
-def test_every_rank_is_told_of_another_torch(ranks: RankPool, odd: str) -> None:
-    errors, unchanged = zip(*ranks.run(wrap_with, 3, odd, False), strict=True)
-    assert all(unchanged)
-    assert len(set(errors)) == 1
-    assert "the same versions on all ranks, 'torch 2.13.0, fsdp_dynamo" in errors[0]
-    assert f"got 'torch {odd.partition('+')[0]}, fsdp_dynamo" in errors[0]
-    assert "on rank(s) 2" in errors[0]
+@pytest.mark.parametrize(("odd", "size"), [("2.13.1+cu130", 3), ("2.13.0.dev20261101", 4)])
+def test_every_rank_is_told_of_another_torch(ranks: RankPool, odd: str, size: int) -> None:
+    """Also, of replicas, the ranks that share no group with the one that differs."""
+    errors = ranks.run(wrap_with, size, odd)
+    for error in errors:
+        assert f"torch {odd.partition('+')[0]}, fsdp_dynamo" in error
+    if size == 3:
+        assert len(set(errors)) == 1
+        assert "the same versions on all ranks, 'torch 2.13.0, fsdp_dynamo" in errors[0]
+        assert "on rank(s) 2" in errors[0]
 
 
 def test_builds_for_other_accelerators_agree(ranks: RankPool) -> None:
-    assert ranks.run(wrap_with, 3, "2.13.0+cpu", False) == [("FullyShardedDataParallel", False)] * 3
+    assert ranks.run(wrap_with, 3, "2.13.0+cpu") == [FSDP.__name__] * 3
 
 
-def test_replicas_with_another_torch(ranks: RankPool) -> None:
-    """Also the ranks that share no group with the one that differs."""
-    for error, _ in ranks.run(wrap_with, 4, "2.15.0", True):
-        assert "torch 2.15.0" in error
-
-
-def wait_for_each_other(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_ranks_that_wait_for_each_other(rank: int) -> None:
     """While both compile, each wants to compare what the other never will."""
-    with late_ranks.busy():
-        return outcome(lambda: require_same(world(), f"plan {rank}", ""))
-
-
-def test_ranks_that_wait_for_each_other(ranks: RankPool) -> None:
     began = time.monotonic()
+    with late_ranks.busy():
+        message = outcome(lambda: require_same(world(), f"plan {rank}", ""))
     texts = [
         f"plan {rank}: expected the plan {rank} of rank(s) {1 - rank}, "
         f"got a wait for the plan {1 - rank} on rank {1 - rank}"
         for rank in range(2)
     ]
-    for message in ranks.run(wait_for_each_other, 2):  # of the rank that has noticed it first
-        assert message.startswith(tuple(texts))
+    assert message.startswith(tuple(texts))  # of the rank that has noticed it first
     assert time.monotonic() - began < BOUND_S
 
 
-def count_announcements(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_compilations_are_announced(rank: int) -> None:
     """This rank's announcements in the store during and after compilations."""
     store = dist.distributed_c10d._get_default_store()
     seen: list[str] = []
@@ -293,54 +252,41 @@ def count_announcements(rank: int, world_size: int) -> list[str]:
         seen.append(store.get(f"fsdp_dynamo/health/busy/{rank}").decode())
         return gm.forward
 
-    for size in (2, 3):  # the second is announced from its begin on
-        compiled = torch.compile(torch.neg if size == 2 else torch.abs, backend=backend)
-        compiled(torch.ones(size))
+    for function in (torch.neg, torch.abs):  # the second is announced from its begin on
+        torch.compile(function, backend=backend)(torch.ones(2))
         seen.append(store.get(f"fsdp_dynamo/health/busy/{rank}").decode())
-    return seen
+    assert seen == ["1", "0", "1", "0"]
 
 
-def test_compilations_are_announced(ranks: RankPool) -> None:
-    assert ranks.run(count_announcements, 2) == [["1", "0", "1", "0"]] * 2
-
-
-def share(rank: int, world_size: int, how: str) -> list[str]:
-    """Two texts of the first rank, which may be slow, fail once or not come."""
-    is_first = True
-    set_agreement_timeout(TIMEOUTS_S.get(how))
+@pytest.mark.parametrize("how", ["slow", "fails", "absent"])
+@on_ranks(3)
+def test_the_first_rank_decides(rank: int, how: str) -> None:
+    """It may be slow, fail once, when all raise once, or not come, which is noticed."""
+    calls = 0
 
     def make() -> str:
-        nonlocal is_first
-        if how == "fails" and is_first:
-            is_first = False
+        nonlocal calls
+        calls += 1
+        if how == "fails" and calls == 1:
             raise ValueError("no such budget")
-        if how != "at once":
+        if how == "slow":
             time.sleep(LONGER_S)
         return f"made by {rank}"
 
+    def decide() -> str:
+        return outcome(lambda: share_from_first(world(), "plan", make), ValueError)
+
+    set_agreement_timeout(TIMEOUT_S if how != "fails" else None)
     try:
-        if how == "absent" and rank == 0:
-            return []
-        return [
-            outcome(lambda: share_from_first(world(), "plan", make), ValueError) for _ in range(2)
-        ]
+        if how == "absent":
+            assert rank == 0 or "the plan of rank(s) 0" in decide()
+            return
+        failed = "plan: rank 0 failed: ValueError: no such budget" if rank else "no such budget"
+        assert decide() == (failed if how == "fails" else "made by 0")
+        assert decide() == "made by 0"
     finally:
         dist.barrier()
         set_agreement_timeout(None)
-
-
-@pytest.mark.parametrize("how", ["at once", "slow"])
-def test_the_first_rank_decides(ranks: RankPool, how: str) -> None:
-    assert ranks.run(share, 3, how) == [["made by 0"] * 2] * 3
-
-
-def test_the_first_rank_fails(ranks: RankPool) -> None:
-    """Both raise once; the next decision is waited for, however long it takes."""
-    first, second = ranks.run(share, 2, "fails")
-    assert first == ["no such budget", "made by 0"]
-    assert second == ["plan: rank 0 failed: ValueError: no such budget", "made by 0"]
-    _, second = ranks.run(share, 2, "absent")
-    assert "the plan of rank(s) 0" in second[0]
 
 
 def test_without_a_shared_store(tmp_path: Path) -> None:
@@ -355,78 +301,172 @@ def test_without_a_shared_store(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def wait_for_the_late(rank: int, world_size: int, how: str) -> str:
+@pytest.mark.parametrize("how", ["gather", "reduce", "never"])
+@on_ranks(3)
+def test_long_waits(rank: int, how: str) -> None:
     """Rank 1 comes after some periods, or leaves a notice instead; the others are blocked.
 
-    Rank 2 looks for notices when rank 0 has seen them and closed its connections.
+    A long wait is not torn apart, and one that would never end does end. Rank 2 looks for notices
+    when rank 0 has seen them and closed its connections.
     """
-    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S * (8 if rank == 2 else 1)):
-        return _wait_for_the_late(rank, world_size, how)
-
-
-def _wait_for_the_late(rank: int, world_size: int, how: str) -> str:
     group = world()
     store = shared_store(group)
-    entry = f"all_gather x#0 float32 1 - - {group.group_name}"
-    require_agreement(group, entry)
-    output = torch.zeros(world_size)
-    if rank == 1:
-        time.sleep(4 * PERIOD_S)
-        if how == "never":
-            notices.post_notice(store, DivergenceError("rank 1 does not come"))
-            began = time.monotonic()
-            while not store.check(["ended/0", "ended/2"]):  # connected until then
-                assert time.monotonic() - began < BOUND_S
-                time.sleep(PERIOD_S)
-            return "rank 1 does not come"
-    if how == "reduce":  # on a thread of gloo's, not by sends and receives
-        output.fill_(1.0)
-        reduce = collectives.issue_reduce_mean(output, output, group)
-        return outcome(lambda: reduce.wait() or output.tolist())
-    gather = collectives.issue_all_gather(output, torch.ones(1), group)
-    said = outcome(lambda: gather.wait() or output.tolist())
-    store.set(f"ended/{rank}", "")
-    return said
+    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S * (8 if rank == 2 else 1)):
+        require_agreement(group, f"all_gather x#0 float32 1 - - {group.group_name}")
+        output = torch.ones(3)
+        if rank == 1:
+            time.sleep(4 * PERIOD_S)
+            if how == "never":
+                notices.post_notice(store, DivergenceError("rank 1 does not come"))
+                store.wait(["ended/0", "ended/2"], timedelta(seconds=BOUND_S))  # connected
+                return
+        if how == "reduce":  # on a thread of gloo's, not by sends and receives
+            waits = collectives.issue_reduce_mean(output, output, group)
+        else:
+            waits = collectives.issue_all_gather(output, torch.ones(1), group)
+        said = outcome(lambda: waits.wait() or output.tolist())
+        store.set(f"ended/{rank}", "")
+    assert said == ("rank 1 does not come" if how == "never" else "[1.0, 1.0, 1.0]")
 
 
-@pytest.mark.parametrize("how", ["gather", "reduce", "never"])
-def test_long_waits(ranks: RankPool, how: str) -> None:
-    """A long wait is not torn apart, and one that would never end does end."""
-    expected = "rank 1 does not come" if how == "never" else "[1.0, 1.0, 1.0]"
-    assert ranks.run(wait_for_the_late, 3, how) == [expected] * 3
-
-
-def in_two_groups(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_two_groups_of_the_same_ranks(rank: int) -> None:
     """Groups of the same ranks share a store; their exchanges are kept apart."""
-    groups = [dist.new_group(list(range(world_size))) for _ in range(2)]
-    return [
-        outcome(lambda g=group, n=number: require_same(g, "plan", f"text {n}"))
-        for number in range(3)
-        for group in groups
-    ]
-
-
-def test_two_groups_of_the_same_ranks(ranks: RankPool) -> None:
-    assert ranks.run(in_two_groups, 2) == [["None"] * 6] * 2
-
-
-def test_fingerprint() -> None:
-    builder = Builder()
-    shard = builder.input("shard")
-    shard.meta["val"] = torch.empty(10, dtype=torch.bfloat16)
-    unsharded = builder.gather("blocks.0", shard)
-    unsharded.meta["val"] = torch.empty(20)
-    builder.graph.output(builder.reduce("", unsharded))
-    gather, reduce = fingerprint(builder.graph).split(SEPARATOR)
-    assert gather == "all_gather_into_tensor blocks.0#0 bfloat16 10 - - g"
-    assert reduce == "reduce_scatter_tensor (root)#0 float32 20 avg - g"
-    assert describe_entry(reduce) == (
-        "reduce_scatter_tensor (avg) of unit '(root)', flat parameter 0, 20 float32, ranks g"
-    )
-    assert describe_entry("") == "no further collective"
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for number in range(3):
+        for group in groups:
+            require_same(group, "plan", f"text {number}")
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
 def test_bad_timeout(seconds: float) -> None:
     with pytest.raises(FSDPValueError, match="a number of seconds above 0"):
         set_agreement_timeout(seconds)
+
+
+# -- late, and no more than that -------------------------------------------------------------------
+
+
+def _come_late(rank: int, world_size: int) -> list[str]:
+    """Rank 1 comes when another has warned; returns each rank's warnings."""
+    late_ranks.publish_state()
+    store = dist.distributed_c10d._get_default_store()
+    entry = f"all_gather x#0 float32 1 - - {world().group_name}"
+    told: list[str] = []
+
+    def tell(message: object, *_: object) -> None:
+        told.append(str(message))
+        store.set("warned", "")
+
+    with mock.patch.object(late_ranks, "WARN_S", 0.5), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = tell  # type: ignore[assignment]
+        if rank == 1:
+            store.wait(["warned"], timedelta(seconds=BOUND_S))
+        require_agreement(world(), entry)
+    return told
+
+
+def test_a_late_rank_is_named_and_waited_for(ranks: RankPool) -> None:
+    """Before a new graph, with no other timeout than the group's.
+
+    Ranks 0 and 2 wait. The one that came first reads for both, and warns.
+    """
+    first, late, other = ranks.run(_come_late, 3)
+    assert late == []
+    (told,) = first + other
+    assert told.startswith("compiled graph that begins with all_gather")
+    assert re.search(r"rank [02] has waited \d+ s for rank\(s\) 1 \(process \d+ on ", told)
+    assert "at most for 60 s" in told
+
+
+# -- one that does something else ------------------------------------------------------------------
+
+
+def _issue_another(rank: int, world_size: int) -> str:
+    """Rank 0 gathers; rank 1 is about to run a new graph first."""
+    group = world()
+    link_groups([group])
+    entry = f"all_gather x#0 float32 1 - - {group.group_name}"
+
+    def act() -> object:
+        if rank == 1:
+            return require_agreement(group, entry)
+        output = torch.zeros(world_size)
+        return collectives.issue_all_gather(output, torch.ones(1), group, None, "blocks.0").wait()
+
+    began = time.monotonic()
+    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
+        message = outcome(act)
+    assert time.monotonic() - began < LIMIT_S
+    return message
+
+
+def test_a_rank_that_issues_another_collective(ranks: RankPool) -> None:
+    """As one that compiles again while the other goes on."""
+    message, other = ranks.run(_issue_another, 2)
+    assert message == other
+    assert "as rank 1 did, got the all-gather of unit 'blocks.0' (2 elements, forward" in message
+    assert "on rank 0, which rank 1 has not come to" in message
+
+
+@on_ranks(2)
+def test_a_rank_that_has_ended(rank: int) -> None:
+    """Also where nothing is in flight between the two."""
+    if rank == 1:
+        return
+    began = time.monotonic()
+    text = r"^rank 1: expected the plan of rank\(s\) 1, got a closed connection"
+    with pytest.raises(RankFailedError, match=text):
+        require_same(world(), "plan", "one")
+    assert time.monotonic() - began < LIMIT_S
+
+
+def _die_while_compiling(rank: int, world_size: int, told: Path) -> tuple[str, float]:
+    run = in_mode(wrap(make_transformer(num_blocks=1)), "graph")
+    if rank == 1:
+        kill = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        callback_handler.register_start_callback(kill)
+    began = time.monotonic()
+    try:
+        loss_of(run, batch(rank, 0)).backward()
+        return "", 0.0
+    except Exception as error:  # Dynamo makes one of its own of what a backend raises
+        return str(error), time.monotonic() - began
+    finally:
+        (told / str(rank)).touch()
+
+
+def test_a_rank_that_is_killed_while_it_compiles(ranks: RankPool, tmp_path: Path) -> None:
+    def wait() -> None:
+        until = time.monotonic() + 2 * BOUND_S
+        while not (tmp_path / "0").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+
+    answers = ranks.run_and_kill(_die_while_compiling, 2, tmp_path, victims=[1], when=wait)
+    is_answer, answer = answers[0]
+    assert is_answer, answer
+    message, seconds = answer
+    assert "RankFailedError: rank 1: expected the options of torch.compile" in message
+    assert "got a closed connection. It has ended or was killed" in message
+    assert seconds < BOUND_S
+
+
+# -- errors that were caught -----------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_an_error_that_was_caught_is_not_raised_again(rank: int) -> None:
+    """All ranks raise and catch; then one is late in a collective, and all raise once more."""
+    group = world()
+    link_groups([group])
+    with pytest.raises(DivergenceError, match="plan: expected the same plan"):
+        require_same(group, "plan", f"of {rank}")
+    output = torch.zeros(3)
+    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
+        if rank == 1:
+            time.sleep(5 * PERIOD_S)
+        collectives.issue_all_gather(output, torch.ones(1), group).wait()
+    assert output.tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(DivergenceError, match="budget: expected the same budget"):
+        require_same(group, "budget", f"of {rank}")
