@@ -63,7 +63,7 @@ FAULTS = (
         "reached_end_of_calls",
         "self._reduces.issue(flat, flat.grad_to_reduce(grads), unused)",
         "self._reduces.issue(flat, flat.grad_to_reduce(grads), unused), self._reduces.finish()",
-        ("tests/eager/test_streams.py",),
+        ("tests/eager/test_order.py",),
     ),
     Fault(
         "gradient-of-a-segment-lost",
@@ -460,7 +460,7 @@ FAULTS = (
         "look_after",
         "late_s > WARN_S and not self._is_warned",
         "late_s > WARN_S and self._is_warned",
-        ("tests/health/test_late_arrivals.py",),
+        ("tests/health/test_agreement.py",),
     ),
     Fault(
         "compiling-is-late",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from models import average_gradients
-from pool import RankPool
+from pool import on_ranks
 from torch import nn
 
 from fsdp_dynamo import FSDP, ShardingStrategy, UnsupportedError
@@ -30,6 +28,11 @@ def _critic() -> nn.Module:
     return nn.Sequential(_Layer(), _Layer(), nn.Linear(8, 1))
 
 
+def _sharded(strategy: ShardingStrategy) -> FSDP:
+    policy = ModuleWrapPolicy({_Layer})
+    return FSDP(_critic(), auto_wrap_policy=policy, sharding_strategy=strategy)
+
+
 def _penalised(model: nn.Module, rank: int, step: int, between: bool) -> torch.Tensor:
     """A critic's loss with a penalty; ``between``: with a forward after the first backward."""
     generator = torch.Generator().manual_seed(10 * step + rank)
@@ -45,7 +48,10 @@ def _penalised(model: nn.Module, rank: int, step: int, between: bool) -> torch.T
 
 
 def _train(
-    model: nn.Module, rank: int, between: bool, average: Callable[[nn.Module], None]
+    model: nn.Module,
+    rank: int,
+    between: bool,
+    average: Callable[[nn.Module], None] = lambda model: None,
 ) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -61,44 +67,22 @@ def _train(
     return losses
 
 
-def _compare(rank: int, world_size: int, strategy: str, between: bool) -> tuple[Any, Any, bool]:
-    plain = _critic()
-    expected = _train(copy.deepcopy(plain), rank, between, average_gradients)
-    model = FSDP(
-        plain,
-        auto_wrap_policy=ModuleWrapPolicy({_Layer}),
-        sharding_strategy=ShardingStrategy[strategy],
-    )
-    got = _train(model, rank, between, lambda _: None)
-    flats = [flat for unit in model._fsdp_root.units for flat in unit.flats]
-    return expected, got, any(flat.is_sharded and flat.is_allocated for flat in flats)
-
-
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_gradient_penalty(ranks: RankPool, strategy: str, between: bool) -> None:
-    for expected, got, is_allocated in ranks.run(_compare, 2, strategy, between):
-        assert got == pytest.approx(expected, rel=1e-5)
-        assert not is_allocated
+@on_ranks(2)
+def test_gradient_penalty(rank: int, strategy: str, between: bool) -> None:
+    expected = _train(_critic(), rank, between, average_gradients)
+    model = _sharded(ShardingStrategy[strategy])
+    assert _train(model, rank, between) == pytest.approx(expected, rel=1e-5)
+    flats = [flat for unit in model._fsdp_root.units for flat in unit.flats]
+    assert not any(flat.is_sharded and flat.is_allocated for flat in flats)
 
 
-def _of_parameters(rank: int, world_size: int) -> tuple[str, list[float], list[float]]:
-    model = FSDP(_critic(), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
-    message = ""
-    try:
+@on_ranks(2)
+def test_of_parameters_is_refused(rank: int) -> None:
+    model = _sharded(ShardingStrategy.FULL_SHARD)
+    with pytest.raises(UnsupportedError, match="expected gradients of inputs only"):
         model(torch.ones(2, 8)).sum().backward(create_graph=True)
-    except UnsupportedError as error:
-        message = str(error)
     model.zero_grad()
-    plain = _critic()
-    return (
-        message,
-        _train(plain, rank, False, average_gradients),
-        _train(model, rank, False, lambda _: None),
-    )
-
-
-def test_of_parameters_is_refused(ranks: RankPool) -> None:
-    for message, expected, got in ranks.run(_of_parameters, 2):
-        assert "expected gradients of inputs only" in message
-        assert got == pytest.approx(expected, rel=1e-5)
+    expected = _train(_critic(), rank, False, average_gradients)
+    assert _train(model, rank, False) == pytest.approx(expected, rel=1e-5)

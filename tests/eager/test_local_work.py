@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from models import batch, make_transformer, wrap
-from modes import MODES, in_mode
-from pool import RankPool
+from modes import in_mode
+from pool import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,39 +65,31 @@ class LocalWork(TorchDispatchMode):
 LOW, FULL = torch.bfloat16, torch.float32
 
 
-def _step_casts(
-    rank: int, world_size: int, precision: MixedPrecision
-) -> tuple[list[Cast], list[int], list[int], list[int]]:
-    """Casts of a step; sizes of the shards gathered and reduced; elements of each unit."""
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype"), [(None, None), (FULL, FULL), (LOW, LOW), (LOW, FULL)]
+)
+@on_ranks(2)
+def test_no_cast_that_changes_nothing(
+    rank: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> None:
+    """Eager: shards on their way to a gather, and gradients once, before or behind their sum."""
+    precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     model = wrap(make_transformer(num_blocks=2), mixed_precision=precision)
     model(batch(rank, 0)).sum().backward()
     model.zero_grad()
     with record_events() as log, LocalWork() as work:
         model(batch(rank, 1)).sum().backward()
-    gathered = [e.unit for e in log if e.kind == "all_gather"]
-    flats = {unit.fqn: unit.flats[0] for unit in model._fsdp_root.units}
-    shards = [flats[name].layout.shard_numel for name in gathered]
-    reduced = [flat.layout.shard_numel for flat in flats.values()]
-    whole = [sum(slot.numel for slot in flat.layout.slots) for flat in flats.values()]
-    return work.casts, shards, reduced, whole
-
-
-@pytest.mark.parametrize(
-    ("param_dtype", "reduce_dtype"), [(None, None), (FULL, FULL), (LOW, LOW), (LOW, FULL)]
-)
-def test_no_cast_that_changes_nothing(
-    ranks: RankPool, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-) -> None:
-    """Eager: shards on their way to a gather, and gradients once, before or behind their sum."""
-    precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    for casts, shards, reduced, whole in ranks.run(_step_casts, 2, precision):
-        expected = []
-        if param_dtype is LOW:
-            assert len(shards) == 5  # two blocks twice, the root once
-            expected = [(FULL, LOW, numel) for numel in shards]
-            gradients = whole if reduce_dtype is FULL else reduced
-            expected += [(LOW, FULL, numel) for numel in gradients]
-        assert sorted(casts, key=str) == sorted(expected, key=str)
+    layouts = {unit.fqn: unit.flats[0].layout for unit in model._fsdp_root.units}
+    gathered = [layouts[e.unit].shard_numel for e in log if e.kind == "all_gather"]
+    expected = []
+    if param_dtype is LOW:
+        assert len(gathered) == 5  # two blocks twice, the root once
+        expected = [(FULL, LOW, numel) for numel in gathered]
+        for layout in layouts.values():
+            whole = sum(slot.numel for slot in layout.slots)
+            numel = whole if reduce_dtype is FULL else layout.shard_numel
+            expected.append((LOW, FULL, numel))
+    assert sorted(work.casts, key=str) == sorted(expected, key=str)
 
 
 class _Inner(nn.Module):
@@ -127,9 +119,18 @@ class _Outer(_Inner):
         return self.inner(y.float(), bias=y.double())
 
 
-def _inputs(
-    rank: int, world_size: int, mode: str, inner: bool, root: bool
-) -> tuple[list[torch.dtype], list[torch.dtype]]:
+@pytest.mark.parametrize(
+    ("mode", "root", "inner"),
+    [
+        *(("eager", root, inner) for root in (False, True) for inner in (False, True)),
+        ("hooks", True, True),
+        ("graph", True, False),
+        ("graph", False, True),
+    ],
+)
+@on_ranks(2)
+def test_inputs_are_cast_where_asked_for(rank: int, mode: str, root: bool, inner: bool) -> None:
+    """The root's by either option, a nested unit's by ``cast_forward_inputs``."""
     precision = MixedPrecision(
         param_dtype=LOW, cast_forward_inputs=inner, cast_root_forward_inputs=root
     )
@@ -139,19 +140,8 @@ def _inputs(
     for _ in range(2):  # the first call may trace, on tensors without values
         model.module.seen, model.inner.module.seen = [], []
         run(torch.ones(2, 6)).float().sum().backward()
-    return model.module.seen, model.inner.module.seen
-
-
-@pytest.mark.parametrize("inner", [False, True])
-@pytest.mark.parametrize("root", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_inputs_are_cast_where_asked_for(
-    ranks: RankPool, mode: str, root: bool, inner: bool
-) -> None:
-    """The root's by either option, a nested unit's by ``cast_forward_inputs``."""
-    for seen_by_root, seen_by_inner in ranks.run(_inputs, 2, mode, inner, root):
-        assert seen_by_root == [LOW if root or inner else FULL]
-        assert seen_by_inner == ([LOW, LOW] if inner else [FULL, torch.float64])
+    assert model.module.seen == [LOW if root or inner else FULL]
+    assert model.inner.module.seen == ([LOW, LOW] if inner else [FULL, torch.float64])
 
 
 def test_inputs_on_another_device_are_moved() -> None:
@@ -169,33 +159,23 @@ def test_inputs_on_another_device_are_moved() -> None:
 # -- fills and padding -----------------------------------------------------------------------------
 
 
-def _filled(rank: int, world_size: int, mode: str, width: int, bias: bool) -> tuple[list[int], int]:
-    """Elements that a step fills (but single ones), and reductions of that step."""
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width, bias=bias), nn.Tanh()) for _ in range(3)]
-    wrapped = FSDP(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    model = in_mode(wrapped, mode)
-    for _ in range(2):
-        model(torch.ones(2, width)).sum().backward()
-        wrapped.zero_grad()
-    with record_events() as log, LocalWork() as work:
-        model(torch.ones(2, width)).sum().backward()
-    return [n for n in work.filled if n > 1], len(log.keys("reduce_scatter"))
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@on_ranks(2)
+def test_only_gaps_are_filled(rank: int, mode: str) -> None:
+    """Nothing where sizes divide: neither outputs of reductions, nor what is gathered or reduced.
 
-
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_filled_or_padded_where_sizes_divide(ranks: RankPool, mode: str) -> None:
-    """Neither outputs of reductions nor what is gathered or reduced."""
-    for filled, reductions in ranks.run(_filled, 2, mode, 8, False):
-        assert filled == []
-        assert reductions == 3
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_only_gaps_are_filled_where_sizes_do_not_divide(ranks: RankPool, mode: str) -> None:
-    """Room for 2 * 3 rows of 5 elements, behind which parameters begin at multiples of 4.
-
-    Hooks write messages, in which a rank's missing row and the gap behind all ranks' rows are two.
+    Else room for 2 * 3 rows of 5 elements, behind which parameters begin at multiples of 4. Hooks
+    write messages, in which a rank's missing row and the gap behind all ranks' rows are two.
     """
-    for filled, _ in ranks.run(_filled, 2, mode, 5, True):
-        assert filled == ([7] if mode == "graph" else [5, 2]) * 3
+    for width, bias, gaps in ((8, False, []), (5, True, [7] if mode == "graph" else [5, 2])):
+        layers = [nn.Sequential(nn.Linear(width, width, bias=bias), nn.Tanh()) for _ in range(2)]
+        policy = ModuleWrapPolicy({nn.Sequential})
+        wrapped = FSDP(nn.Sequential(*layers), auto_wrap_policy=policy)
+        model = in_mode(wrapped, mode)
+        for _ in range(2):
+            model(torch.ones(2, width)).sum().backward()
+            wrapped.zero_grad()
+        with record_events() as log, LocalWork() as work:
+            model(torch.ones(2, width)).sum().backward()
+        assert [numel for numel in work.filled if numel > 1] == gaps * 2
+        assert len(log.keys("reduce_scatter")) == 2

@@ -7,12 +7,13 @@ flight is for the tests with a device.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from models import batch, ddp_losses, loss_of, make_transformer, train, wrap
 from modes import in_mode
-from pool import RankPool
+from pool import on_ranks
 
 from fsdp_dynamo import FSDP, CPUOffload, FSDPTypeError, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.api import converted
@@ -23,24 +24,9 @@ HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 def _offloaded(**kwargs: Any) -> FSDP:
     """As on an accelerator: on the CPU the argument would change nothing."""
-    decide, arguments.offloads = arguments.offloads, lambda given, device: given.offload_params
-    try:
-        return wrap(
-            make_transformer(num_blocks=2), cpu_offload=CPUOffload(offload_params=True), **kwargs
-        )
-    finally:
-        arguments.offloads = decide
-
-
-def _run(rank: int, world_size: int, mode: str, kwargs: dict[str, Any]) -> tuple[Any, Any, int]:
-    """Losses and norms without offload and with it; shards that share memory with what is sent."""
-    expected = train(in_mode(wrap(make_transformer(num_blocks=2), **kwargs), mode), rank, clip=1.0)
-    sharded = _offloaded(**kwargs)
-    got = train(in_mode(sharded, mode), rank, clip=1.0)
-    flats = [flat for unit in sharded._fsdp_root.units for flat in unit.flats]
-    shared = [f for f in flats if f.shard_to_gather().data_ptr() == f.sharded.data_ptr()]
-    assert all(flat.needs_storage and flat.is_offloaded for flat in flats)
-    return expected, got, len(shared)
+    with mock.patch.object(arguments, "offloads", lambda given, device: given.offload_params):
+        offload = CPUOffload(offload_params=True)
+        return wrap(make_transformer(num_blocks=1), cpu_offload=offload, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -48,50 +34,48 @@ def _run(rank: int, world_size: int, mode: str, kwargs: dict[str, Any]) -> tuple
     [
         ("eager", {}),
         ("eager", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
-        ("hooks", {"mixed_precision": HALF}),
-        ("graph", {}),
+        ("graph-inductor", {}),
         ("graph", {"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": HALF}),
-        ("graph-inductor", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
     ],
 )
-def test_losses(ranks: RankPool, mode: str, kwargs: dict[str, Any]) -> None:
-    for expected, got, shared in ranks.run(_run, 2, mode, kwargs):
-        assert got == expected
-        assert shared == 0
+@on_ranks(2)
+def test_losses(rank: int, mode: str, kwargs: dict[str, Any]) -> None:
+    """With offload the bits of a run without it; no shard shares memory with what is sent."""
+    plain, sharded = wrap(make_transformer(num_blocks=1), **kwargs), _offloaded(**kwargs)
+    expected, got = (train(in_mode(m, mode), rank, clip=1.0) for m in (plain, sharded))
+    assert got == expected
+    for flat in (flat for unit in sharded._fsdp_root.units for flat in unit.flats):
+        assert flat.needs_storage
+        assert flat.is_offloaded
+        assert flat.shard_to_gather().data_ptr() != flat.sharded.data_ptr()
 
 
-def _whole(rank: int, world_size: int) -> list[str]:
-    """Where whole parameters are asked for; returns what was wrong."""
-    plain = make_transformer(num_blocks=2)
+def _are_equal(got: dict[str, Any], expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+@on_ranks(2)
+def test_whole_parameters(rank: int) -> None:
+    """Wherever they are asked for."""
+    expected = make_transformer(num_blocks=1).state_dict()
     model = _offloaded()
-    wrong = []
-    expected = plain.state_dict()
-    if any(not torch.equal(v, expected[k]) for k, v in model.state_dict().items()):
-        wrong.append("state dict")
+    assert _are_equal(model.state_dict(), expected)
     loss_of(model, batch(rank, 0)).backward()
     for rank0_only in (False, True):
         with FSDP.summon_full_params(model, with_grads=True, rank0_only=rank0_only):
             if rank == 0 or not rank0_only:
-                for name, param in model.named_parameters():
-                    if not torch.equal(param, expected[name]):
-                        wrong.append(f"summoned {name}")
-                    with torch.no_grad():
+                assert _are_equal(dict(model.named_parameters()), expected)
+                with torch.no_grad():
+                    for param in model.parameters():
                         param.add_(1.0)
         expected = {name: value + 1 for name, value in expected.items()}
-        if any(not torch.equal(v, expected[k]) for k, v in model.state_dict().items()):
-            wrong.append(f"written back, rank0_only={rank0_only}")
+        assert _are_equal(model.state_dict(), expected)  # written back
     parts = {n: p.detach() for n, p in model.named_parameters() if n.endswith("qkv.weight")}
     updated = model.update_whole(parts, lambda _, whole: whole * 2)
-    if any(not torch.equal(updated[name], part * 2) for name, part in parts.items()):
-        wrong.append("update_whole")
-    model.load_state_dict(plain.state_dict())
-    if train(model, rank)[0] != pytest.approx(ddp_losses(rank, num_blocks=2)[0], rel=1e-6):
-        wrong.append("losses after loading")
-    return wrong
-
-
-def test_whole_parameters(ranks: RankPool) -> None:
-    assert ranks.run(_whole, 2) == [[], []]
+    assert all(torch.equal(updated[name], part * 2) for name, part in parts.items())
+    model.load_state_dict(make_transformer(num_blocks=1).state_dict())
+    losses, _ = ddp_losses(rank, num_blocks=1)
+    assert train(model, rank)[0] == pytest.approx(losses, rel=1e-6)
 
 
 def test_not_an_offload() -> None:

@@ -10,9 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import batch, loss_of, make_transformer, wrap
 from modes import in_mode
-from pool import RankPool, on_ranks
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -36,52 +37,46 @@ from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.reduction import PendingReduce
-from fsdp_dynamo.core.unit import RootState, Unit
-from fsdp_dynamo.eager.schedule import Root
+from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.events import COLLECTIVE_KINDS
-from fsdp_dynamo.graph_mode.offloading import HostCopies
 from fsdp_dynamo.graph_mode.operators import Issued
 from fsdp_dynamo.wrap import arguments
 
-LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-INT8 = CollectivePrecision("int8", "int8", stochastic_rounding=False, all_reduce="int8")
 STEPS = 3
-
+LOW = {"mixed_precision": MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)}
+INT8 = {
+    "collective_precision": CollectivePrecision(
+        "int8", "int8", stochastic_rounding=False, all_reduce="int8"
+    )
+}
+BY_DEMAND = {"forward_prefetch": False}
+OFFLOADED = {"cpu_offload": CPUOffload(offload_params=True)}
+WHOLE, HYBRID, NODES = (
+    {"sharding_strategy": ShardingStrategy[name]}
+    for name in ("NO_SHARD", "HYBRID_SHARD", "HIERARCHICAL_SHARD")
+)
 CASES: dict[str, dict[str, Any]] = {
     "sharded": {},
-    "by demand": {"forward_prefetch": False},
-    "low precision": {"mixed_precision": LOW},
-    "low precision by demand": {"mixed_precision": LOW, "forward_prefetch": False},
+    "by demand": BY_DEMAND,
+    "low precision": LOW,
+    "low precision by demand": LOW | BY_DEMAND,
     "kept": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": LOW},
-    "called twice": {"forward_prefetch": False},
-    "offloaded": {"cpu_offload": CPUOffload(offload_params=True), "mixed_precision": LOW},
-    "offloaded, called twice": {"cpu_offload": CPUOffload(offload_params=True)},
-    "offloaded, not sharded": {
-        "cpu_offload": CPUOffload(offload_params=True),
-        "sharding_strategy": ShardingStrategy.NO_SHARD,
-        "mixed_precision": LOW,
-    },
-    "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
-    "gathered again among few": {},
-    "in int8": {"collective_precision": INT8},
-    "in int8, low precision": {"collective_precision": INT8, "mixed_precision": LOW},
-    "in int8, hybrid": {
-        "collective_precision": INT8,
-        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
-    },
-    "on nodes": {"sharding_strategy": ShardingStrategy.HIERARCHICAL_SHARD},
-    "on nodes, low precision": {
-        "sharding_strategy": ShardingStrategy.HIERARCHICAL_SHARD,
-        "mixed_precision": LOW,
-    },
-    "on nodes, in int8": {
-        "collective_precision": INT8,
-        "sharding_strategy": ShardingStrategy.HIERARCHICAL_SHARD,
-    },
+    "not sharded": WHOLE | LOW,
+    "called twice": BY_DEMAND,
+    "offloaded": OFFLOADED | LOW,
+    "offloaded, called twice": OFFLOADED,
+    "offloaded, not sharded": OFFLOADED | WHOLE | LOW,
+    "in int8": INT8,
+    "in int8, low precision": INT8 | LOW,
 }
-ON_NODES = ("on nodes", "on nodes, low precision", "on nodes, in int8")
-FOUR_RANKS = ("hybrid", "gathered again among few", "in int8, hybrid", *ON_NODES)
+OF_FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "hybrid": HYBRID,
+    "gathered again among few": {},
+    "in int8, hybrid": INT8 | HYBRID,
+    "on nodes": NODES,
+    "on nodes, low precision": NODES | LOW,
+    "on nodes, in int8": NODES | INT8,
+}
 
 
 def _offloads(case: str) -> bool:
@@ -89,13 +84,13 @@ def _offloads(case: str) -> bool:
 
 
 def _wrapped(case: str) -> FSDP:
-    kwargs = dict(CASES[case])
-    if case in ("hybrid", "in int8, hybrid", *ON_NODES):
-        kwargs["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    kwargs = (CASES | OF_FOUR_RANKS)[case]
+    if "sharding_strategy" in kwargs and case in OF_FOUR_RANKS:
+        kwargs = kwargs | {"device_mesh": init_device_mesh("cpu", (2, 2))}
+    model = make_transformer(num_blocks=3 if dist.get_world_size() == 4 else 2)
+    if case.endswith("called twice"):
+        model.blocks.append(model.blocks[-1])
     with mock.patch.object(arguments, "offloads", lambda given, device: given.offload_params):
-        model = make_transformer(num_blocks=3)
-        if case.endswith("called twice"):
-            model.blocks.append(model.blocks[-1])
         wrapped = wrap(model, **kwargs)
     if case == "gathered again among few":
         for unit in wrapped._fsdp_root.units:
@@ -123,6 +118,13 @@ def _train(
     return losses
 
 
+def _built(case: str, mode: str, is_direct: bool) -> tuple[Any, Any]:
+    """The model, and what runs it."""
+    with mock.patch.dict(collectives.DIRECT_BYTES, point_to_point=1 if is_direct else None):
+        model = _wrapped(case)
+    return model, in_mode(model, mode)
+
+
 def _recorded(
     rank: int,
     case: str,
@@ -130,11 +132,10 @@ def _recorded(
     fault: Callable[[], Any] = nullcontext,
     *,
     is_elsewhere: bool = False,
-    is_direct: bool = False,
+    built: tuple[Any, Any] | None = None,
 ) -> tuple[list[torch.Tensor], Recorder]:
-    with mock.patch.dict(collectives.DIRECT_BYTES, point_to_point=1 if is_direct else None):
-        model = _wrapped(case)
-    call = in_mode(model, mode)
+    """Losses of steps that are not recorded, and of others that are."""
+    model, call = built or _built(case, mode, is_direct=mode == "graph")
     losses = _train(model, call, rank, 0, case, mode)
     with ExitStack() as stack:
         recorder = stack.enter_context(record_program(is_elsewhere=is_elsewhere))
@@ -147,30 +148,29 @@ def _recorded(
     return losses, recorder
 
 
-def _run_cases(
-    rank: int, world_size: int, mode: str, cases: list[str], is_direct: bool = False
-) -> dict[str, Any]:
-    """Of each case, the losses without and with a recording, and what is not ordered."""
-    found = {}
-    for case in cases:
-        model = _wrapped(case)
-        call = in_mode(model, mode)
-        expected = [
-            loss for first in (0, STEPS) for loss in _train(model, call, rank, first, case, mode)
-        ]
-        got, recorder = _recorded(rank, case, mode, is_direct=is_direct)
-        names = {step.stream for step in recorder.program if isinstance(step, Launch)}
-        stops = [step.name for step in recorder.program if isinstance(step, HostWait)]
-        assert COMPUTING not in _copying(recorder), case
-        assert bool(_copying(recorder)) == _offloads(case), case
-        found[case] = (
-            torch.stack(expected),
-            torch.stack(got),
-            unordered(recorder.program),
-            names,
-            stops,
-        )
-    return found
+def _check_order(rank: int, case: str, mode: str = "eager", is_direct: bool = False) -> Recorder:
+    """Nothing is unordered, and losses are those without a recording."""
+    model, call = _built(case, mode, is_direct)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = [
+        loss for first in (0, STEPS) for loss in _train(model, call, rank, first, case, mode)
+    ]
+    if mode == "eager":
+        model, call = _built(case, mode, is_direct)
+    else:  # so as not to compile again
+        model.load_state_dict(start)
+    got, recorder = _recorded(rank, case, mode, built=(model, call))
+    assert unordered(recorder.program) == [], case
+    assert torch.equal(torch.stack(got), torch.stack(expected)), case
+    streams = {step.stream for step in recorder.program if isinstance(step, Launch)}
+    assert any(name.startswith("communicator") for name in streams), case
+    assert COMPUTING in streams, case
+    assert COMPUTING not in _copying(recorder), case
+    assert bool(_copying(recorder)) == _offloads(case), case
+    stops = [step.name for step in recorder.program if isinstance(step, HostWait)]
+    assert set(stops) == ({"synchronize"} if _offloads(case) else set()), case
+    assert mode != "graph" or len(stops) in (0, STEPS), case
+    return recorder
 
 
 def _copying(recorder: Recorder) -> set[str]:
@@ -179,29 +179,48 @@ def _copying(recorder: Recorder) -> set[str]:
     return {one.stream for one in works if recorder.is_on_host(*one.reads, *one.writes)}
 
 
-@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
-@pytest.mark.parametrize("is_direct", [False, True], ids=["packed", "direct"])
-def test_everything_is_ordered(ranks: RankPool, mode: str, is_direct: bool) -> None:
-    few = ["sharded", "by demand", "low precision", "in int8"]
-    few += [case for case in CASES if _offloads(case)] if mode == "graph" else []
-    cases = [case for case in CASES if case not in FOUR_RANKS] if mode == "eager" else few
-    for found in ranks.run(_run_cases, 2, mode, cases, is_direct):
-        for case, (expected, got, faults, streams, stops) in found.items():
-            assert faults == [], case
-            assert torch.equal(got, expected), case
-            assert any(name.startswith("communicator") for name in streams), case
-            assert COMPUTING in streams, case
-            assert set(stops) == ({"synchronize"} if _offloads(case) else set()), case
-            assert mode != "graph" or len(stops) in (0, STEPS), case
+@pytest.mark.parametrize(
+    ("mode", "is_direct", "cases"),
+    [
+        ("eager", False, tuple(CASES)),
+        ("eager", True, ("sharded", "by demand", "low precision", "kept", "offloaded", "in int8")),
+        ("hooks", False, ("sharded", "low precision")),
+        ("graph", False, ("low precision", "in int8", "offloaded, not sharded")),
+        ("graph", True, ("sharded", "offloaded", "offloaded, called twice")),
+    ],
+    ids=["packed-eager", "direct-eager", "packed-hooks", "packed-graph", "direct-graph"],
+)
+@on_ranks(2)
+def test_everything_is_ordered(
+    rank: int, mode: str, is_direct: bool, cases: tuple[str, ...]
+) -> None:
+    for case in cases:
+        recorder = _check_order(rank, case, mode, is_direct)
+        if (mode, case) == ("graph", "offloaded, not sharded"):
+            _check_that_copies_go_ahead(recorder)
 
 
-def test_everything_is_ordered_with_two_communicators(ranks: RankPool) -> None:
-    for found in ranks.run(_run_cases, 4, "eager", list(FOUR_RANKS)):
-        for case, (expected, got, faults, streams, stops) in found.items():
-            assert stops == [], case
-            assert faults == [], case
-            torch.testing.assert_close(got, expected)  # sums of four have another order
-            assert len([name for name in streams if name.startswith("communicator")]) == 2, case
+def _check_that_copies_go_ahead(recorder: Recorder) -> None:
+    """Each but the first of a graph starts before what the one before brought is used."""
+    program = recorder.program
+    between = []  # of each copy to the device, what is computed from its start to the wait for it
+    for begin, copy in enumerate(program):
+        if not isinstance(copy, Launch) or recorder.is_on_host(*copy.writes):
+            continue
+        if not recorder.is_on_host(*copy.reads):
+            continue
+        event = next(one.event for one in program[begin:] if isinstance(one, Record))
+        (end,) = [n for n, one in enumerate(program) if one == Wait(COMPUTING, event)]
+        on = [one for one in program[begin:end] if isinstance(one, Launch)]
+        between.append(len([one for one in on if one.stream == COMPUTING]))
+    assert len(between) == 3 * STEPS  # two blocks and the root, whose copies are kept
+    assert between.count(0) <= STEPS, between
+
+
+@on_ranks(4)
+def test_everything_is_ordered_with_two_communicators(rank: int) -> None:
+    for case in OF_FOUR_RANKS:
+        _check_order(rank, case)
 
 
 # -- another device is current, other streams are, others' collectives -----------------------------
@@ -324,8 +343,10 @@ def _train_branches(model: Any, branches: _Branches) -> list[torch.Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["two units", "one unit twice"])
-@pytest.mark.parametrize("case", ["sharded", "kept", "low precision by demand"])
+@pytest.mark.parametrize(
+    ("case", "is_shared"),
+    [("sharded", True), ("kept", False), ("low precision by demand", False)],
+)
 @on_ranks(2)
 def test_units_on_two_streams_at_once(rank: int, case: str, is_shared: bool) -> None:
     def wrapped() -> tuple[Any, _Branches]:
@@ -376,17 +397,6 @@ def _replace(owner: Any, name: str, new: Callable[..., Any]) -> Callable[[], Any
     return lambda: mock.patch.object(owner, name, new)
 
 
-def _settle_without_waiting(streams: SideStreams) -> None:
-    retired, streams._to_free = streams._to_free, []
-    for storages, _ in retired:
-        _free_at_once(streams, storages)
-
-
-def _settle_but_at_the_start(root: Root) -> None:
-    if root.machine.state is not RootState.FORWARD:
-        SETTLE(root)
-
-
 def _free_at_once(streams: SideStreams, storages: Any, readers: Any = ()) -> None:
     for storage in storages:
         storage.resize_(0)
@@ -397,35 +407,9 @@ def _advance_without_holding(pending: PendingReduce, streams: SideStreams) -> No
         pending.advance()
 
 
-def _advance_without_waiting(pending: PendingReduce) -> None:
-    if pending.over_replicas is not None:
-        pending.held = pending.in_flight.buffers
-        pending.in_flight, pending.over_replicas = pending.over_replicas(), None
-
-
-def _copy_without_waiting(streams: SideStreams, tensor: torch.Tensor) -> HostCopy:
-    host = torch.empty_like(tensor)
-    with streams.on(streams._copies):
-        host.copy_(tensor)
-    return HostCopy(tensor, host, streams.after(streams._copies))
-
-
-def _copy_without_holding(streams: SideStreams, tensor: torch.Tensor) -> HostCopy:
-    copy = COPY(streams, tensor)
-    copy._source = None
-    return copy
-
-
 def _wait_only_beside(unit: Unit) -> None:
     """So that packed parameters are copied into place."""
     if torch.cpu.current_stream() != torch.cpu.default_stream():
-        WAIT_GATHERS(unit)
-
-
-def _wait_on_the_wrong_stream(unit: Unit) -> None:
-    streams = unit._side_streams()
-    assert streams is not None
-    with streams.gathering():
         WAIT_GATHERS(unit)
 
 
@@ -452,143 +436,80 @@ def _take_without_waiting(flat: FlatParameter) -> Any:
     return flat.kept_shard.tensor, flat.kept_shard.group
 
 
-COPY, WAIT_GATHERS, ISSUE = SideStreams.copy_to_host, Unit._wait_gathers, Unit._issue_gathers
-SETTLE, INIT, FINISH = Root._sync_gathers, InFlight.__init__, PendingReduce.finish
+WAIT_GATHERS, ISSUE = Unit._wait_gathers, Unit._issue_gathers
+INIT, FINISH = InFlight.__init__, PendingReduce.finish
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a gather is not waited for": ("sharded", _replace(Unit, "_wait_gathers", _wait_only_beside)),
-    "a gather is waited for elsewhere": (
-        "sharded", _replace(Unit, "_wait_gathers", _wait_on_the_wrong_stream)),
-    "gathers do not wait before memory is used again": (
-        "sharded", _replace(SideStreams, "free_pending", _settle_without_waiting)),
     "unsharded parameters are freed at once": (
         "sharded", _replace(SideStreams, "free_later", _free_at_once)),
-    "a first gather does not wait for the optimizer": (
-        "sharded", _replace(Root, "_sync_gathers", _settle_but_at_the_start)),
     "unsharded parameters are of the computing stream's pool": (
         "by demand", _replace(Unit, "_issue_gathers", _allocate_on_the_computing_stream)),
-    "a cast is not waited for": (
-        "not sharded", _replace(StreamEvent, "wait", lambda event: None)),
     "a cast shard is given back while it is sent": (
         "low precision by demand", _replace(SideStreams, "free_pending", lambda streams: None)),
     "a reduction is not waited for": (
         "sharded", _replace(PendingReduce, "finish", _finish_without_waiting)),
     "a gradient is given back while it is sent": (
         "sharded", _replace(InFlight, "__init__", _forget_buffers)),
-    "replicas: the gradient is given back while it is sent": (
-        "hybrid", _replace(PendingReduce, "advance_on_side_stream", _advance_without_holding)),
-    "replicas: the reduce-scatter is not waited for": (
-        "hybrid", _replace(PendingReduce, "advance", _advance_without_waiting)),
-    "nodes: a secondary shard is not waited for": (
-        "on nodes", _replace(FlatParameter, "kept_shard_to_gather", _take_without_waiting)),
-    "nodes: a secondary shard is gathered before the optimizer is done": (
-        "on nodes", _replace(Root, "_sync_gathers", _settle_but_at_the_start)),
-    "offload: a copy does not wait for the gradient": (
-        "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_waiting)),
-    "offload: the gradient is given back while it is copied": (
-        "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_holding)),
     "offload: the host reads before the copy is there": (
         "offloaded", _replace(HostCopy, "wait", lambda copy: copy.host)),
 }  # fmt: skip
 
+IN_REPLICAS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "replicas: the gradient is given back while it is sent": (
+        "hybrid", _replace(PendingReduce, "advance_on_side_stream", _advance_without_holding)),
+    "nodes: a secondary shard is not waited for": (
+        "on nodes", _replace(FlatParameter, "kept_shard_to_gather", _take_without_waiting)),
+}  # fmt: skip
 
 IN_GRAPHS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "a shard's copy does not wait before it uses memory again": (
-        "offloaded", _replace(SideStreams, "free_pending", lambda streams: None)),
     "a shard's copy is given back while it is sent": (
         "offloaded", _replace(Issued, "free_sent", lambda issued: None)),
-    "a gradient is given back while it is copied": (
-        "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_holding)),
-    "the host reads a gradient before it is there": (
-        "offloaded", _replace(HostCopies, "finish_copies", lambda copies: copies._to_host.clear())),
     "a copy that is not gathered is not waited for": (
         "offloaded, not sharded", _replace(StreamEvent, "wait", lambda event: None)),
-    "a copy that is not gathered does not wait for what had its memory": (
-        "offloaded, not sharded", _replace(SideStreams, "free_pending", lambda streams: None)),
 }  # fmt: skip
 """Faults of offload in graph mode."""
 
 
-def _run_faults(
-    rank: int, world_size: int, faults: list[str], mode: str = "eager"
-) -> dict[str, list[str]]:
-    found = {}
-    for fault in faults:
-        case, plant = (FAULTS if mode == "eager" else IN_GRAPHS)[fault]
-        _, recorder = _recorded(rank, case, mode, plant, is_direct=mode == "graph")
-        found[fault] = unordered(recorder.program)
-    return found
+def _require_reports(rank: int, faults: dict[str, tuple[str, Any]], mode: str = "eager") -> None:
+    for fault, (case, plant) in faults.items():
+        _, recorder = _recorded(rank, case, mode, plant)
+        assert unordered(recorder.program), fault
 
 
-def _require_reports(reports: list[dict[str, list[str]]]) -> None:
-    for found in reports:
-        assert [fault for fault, reported in found.items() if not reported] == []
+@on_ranks(2)
+def test_planted_faults_are_reported(rank: int) -> None:
+    _require_reports(rank, FAULTS)
 
 
-def test_planted_faults_are_reported(ranks: RankPool) -> None:
-    _require_reports(
-        ranks.run(_run_faults, 2, [f for f in FAULTS if FAULTS[f][0] not in FOUR_RANKS])
-    )
+@on_ranks(4)
+def test_planted_faults_of_replicas_are_reported(rank: int) -> None:
+    _require_reports(rank, IN_REPLICAS)
 
 
-def test_planted_faults_of_replicas_are_reported(ranks: RankPool) -> None:
-    _require_reports(ranks.run(_run_faults, 4, [f for f in FAULTS if FAULTS[f][0] in FOUR_RANKS]))
+@on_ranks(2)
+def test_planted_faults_of_graphs_are_reported(rank: int) -> None:
+    _require_reports(rank, IN_GRAPHS, "graph")
 
 
-def test_planted_faults_of_graphs_are_reported(ranks: RankPool) -> None:
-    _require_reports(ranks.run(_run_faults, 2, list(IN_GRAPHS), "graph"))
-
-
-def _run_ahead(rank: int, world_size: int) -> list[int]:
-    """Of each copy to the device, how much is computed between its start and the wait for it."""
-    _, recorder = _recorded(rank, "offloaded, not sharded", "graph")
-    program = recorder.program
-    between = []
-    for begin, copy in enumerate(program):
-        if not isinstance(copy, Launch) or recorder.is_on_host(*copy.writes):
-            continue
-        if not recorder.is_on_host(*copy.reads):
-            continue
-        event = next(one.event for one in program[begin:] if isinstance(one, Record))
-        (end,) = [n for n, one in enumerate(program) if one == Wait(COMPUTING, event)]
-        on = [one for one in program[begin:end] if isinstance(one, Launch)]
-        between.append(len([one for one in on if one.stream == COMPUTING]))
-    return between
-
-
-def test_copies_in_graphs_go_ahead(ranks: RankPool) -> None:
-    """Each but the first of a graph starts before what the one before brought is used."""
-    for between in ranks.run(_run_ahead, 2):
-        assert len(between) == 4 * STEPS  # three blocks and the root, whose copies are kept
-        assert between.count(0) <= STEPS, between
-
-
-def _run_poisoned(rank: int, world_size: int) -> list[torch.Tensor]:
-    fault = _replace(Unit, "_wait_gathers", lambda unit: None)
-    return _recorded(rank, "sharded", fault=fault, is_direct=True)[0]
-
-
-def test_what_is_not_waited_for_is_poison(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_what_is_not_waited_for_is_poison(rank: int) -> None:
     """Recorded steps have the values of others only if nothing is read too early."""
-    for losses in ranks.run(_run_poisoned, 2):
-        assert [bool(loss.isnan()) for loss in losses] == [False] * STEPS + [True] * STEPS
+    fault = _replace(Unit, "_wait_gathers", lambda unit: None)
+    losses, _ = _recorded(rank, "sharded", fault=fault, built=_built("sharded", "eager", True))
+    assert [bool(loss.isnan()) for loss in losses] == [False] * STEPS + [True] * STEPS
 
 
-def _measured(rank: int, world_size: int, case: str) -> tuple[float, Counter[str]]:
-    """Exposed milliseconds where each wait of the computing stream takes two; the collectives."""
-    model = _wrapped(case)
-    loss_of(model, batch(rank, 0)).backward()
-    elapsed = mock.patch.object(recorders.Event, "elapsed_time", return_value=2.0)
-    with elapsed, record_program(), record_events() as events:
-        loss_of(model, batch(rank, 1)).backward()
-    return events.exposed_ms(), Counter(one.kind for one in events if one.kind in COLLECTIVE_KINDS)
-
-
-def test_exposed_time_is_that_of_the_computing_stream(ranks: RankPool) -> None:
-    """With replicas, reduce-scatters are waited for on another stream."""
-    for exposed_ms, kinds in ranks.run(_measured, 2, "sharded"):
+@on_ranks(4)
+def test_exposed_time_is_that_of_the_computing_stream(rank: int) -> None:
+    """Each of its waits takes 2 ms. With replicas, reduce-scatters are waited for elsewhere."""
+    for case, elsewhere in (("sharded", 0), ("hybrid", 4)):
+        model = _wrapped(case)
+        loss_of(model, batch(rank, 0)).backward()
+        elapsed = mock.patch.object(recorders.Event, "elapsed_time", return_value=2.0)
+        with elapsed, record_program(), record_events() as events:
+            loss_of(model, batch(rank, 1)).backward()
+        kinds = Counter(one.kind for one in events if one.kind in COLLECTIVE_KINDS)
         assert kinds["reduce_scatter"] == 4
-        assert exposed_ms == pytest.approx(2.0 * kinds.total())
-    for exposed_ms, kinds in ranks.run(_measured, 4, "hybrid"):
-        assert kinds["reduce_scatter"] == kinds["all_reduce"] == 4
-        assert exposed_ms == pytest.approx(2.0 * (kinds.total() - 4))
+        assert kinds["all_reduce"] == elsewhere
+        assert events.exposed_ms() == pytest.approx(2.0 * (kinds.total() - elsewhere))
