@@ -30,6 +30,7 @@ from fsdp_dynamo.api import (
     StateDictType,
     TrainingState,
 )
+from fsdp_dynamo.comm.watchdog import set_abort_on_divergence
 from fsdp_dynamo.core.optimizers import step_on_shards
 from fsdp_dynamo.errors import (
     CheckpointError,
@@ -125,6 +126,7 @@ __all__ = [
     "record_plans",
     "register_fsdp_forward_method",
     "replicate",
+    "set_abort_on_divergence",
     "set_agreement_timeout",
     "size_based_auto_wrap_policy",
     "step_on_shards",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from typing import NamedTuple
@@ -34,6 +35,9 @@ _OF_UNITS = ("", "forward", "backward", FULL_PARAMS)
 
 _ALL_GATHER_TAG, _REDUCE_SCATTER_TAG = 0x0E, 0x0F
 _LABEL_BITS = 24
+COMPARED_EVERY = 256
+"""Two comparisons lie within the ``MAX_ENTRIES`` that tell which collective differs."""
+_FACTOR, _MODULUS = 0x9E3779B97F4A7C15, (1 << 61) - 1
 
 
 class Entry(NamedTuple):
@@ -80,6 +84,9 @@ class _GroupLog:
     def __init__(self) -> None:
         self.ranks: list[int] = []  # set with the first entry
         self.count = 0
+        self.digest = 0  # of the collectives of units, in their order
+        self.num_in_digest = 0
+        self.compare: Callable[[dist.ProcessGroup], object] | None = None
         self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
 
 
@@ -104,18 +111,39 @@ def record(
     Args:
         use: ``"forward"`` or ``"backward"``, whichever is running, by default.
         wire: wire format; it becomes part of ``use``, since ranks must agree on it.
+
+    Raises:
+        DivergenceError: ranks were compared (``compare_order``) and differ.
     """
     log = state_of(group, _GroupLog)
     if not log.ranks:
         log.ranks = _ranks_of(group)
     global _latest
     use = use or ("backward" if is_in_backward() else "forward")
+    is_of_unit = use in _OF_UNITS
     if wire is not None:
         use = f"{use}, {wire.name}"
+    if is_of_unit and log.compare is not None:
+        log.num_in_digest += 1
+        log.digest = (
+            _FACTOR * log.digest + zlib.crc32(f"{kind} {label} {numel} {use}".encode())
+        ) % _MODULUS
+        if log.num_in_digest % COMPARED_EVERY == 0:
+            log.compare(group)
     _latest = Entry(log.count, num_steps(), kind, label, numel, use)
     log.entries.append(_latest)
     log.count += 1
     return _latest
+
+
+def compare_order(group: dist.ProcessGroup, compare: Callable[[dist.ProcessGroup], object]) -> None:
+    """Call ``compare`` before every ``COMPARED_EVERY``-th collective of a unit from now on.
+
+    Collectives are counted because all ranks issue them alike; one rank may run forwards alone that
+    gather nothing. ``compare`` must not refer to the group. Only the first call has an effect.
+    """
+    log = state_of(group, _GroupLog)
+    log.compare = log.compare or compare
 
 
 def _ranks_of(group: dist.ProcessGroup) -> list[int]:
@@ -132,6 +160,11 @@ def recent(group: dist.ProcessGroup, most: int) -> list[Entry]:
 def count(group: dist.ProcessGroup) -> int:
     """Number of a group's collectives that this rank has issued; the ``number`` of the next one."""
     return state_of(group, _GroupLog).count
+
+
+def digest(group: dist.ProcessGroup) -> int:
+    """Return a number, below 2**61, for a group's collectives since ``compare_order``, in order."""
+    return state_of(group, _GroupLog).digest
 
 
 GroupRecord = tuple[list[int], int, list[Entry]]

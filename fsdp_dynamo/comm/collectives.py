@@ -84,7 +84,7 @@ class _Logged:
         """Issue sends and receives, whose tag is that of the collective."""
         try:
             return issue(pairs, self.group, collective_log.message_tag(*self.entry.signature))
-        except point_to_point.UnreachableError as error:
+        except RuntimeError as error:
             raise refusal_of(error, self.group, self.entry) from None
 
     def in_flight(
@@ -203,16 +203,19 @@ def _gather_calls(pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Calla
 
 def _launched(calls: Sequence[Callable[[], Work]], group: dist.ProcessGroup) -> list[Work]:
     """Make a backend's calls; several calls become one launch."""
-    if len(calls) == 1:
-        return [calls[0]()]
-    # Private API of torch: nothing public coalesces a backend's calls.
-    coalesced: AbstractContextManager[Work] = dist.distributed_c10d._coalescing_manager(
-        group, async_ops=True
-    )
-    with coalesced as work:
-        for call in calls:
-            call()
-    return [work]
+    try:
+        if len(calls) == 1:
+            return [calls[0]()]
+        # Private API of torch: nothing public coalesces a backend's calls.
+        coalesced: AbstractContextManager[Work] = dist.distributed_c10d._coalescing_manager(
+            group, async_ops=True
+        )
+        with coalesced as work:
+            for call in calls:
+                call()
+        return [work]
+    except RuntimeError as error:
+        raise refusal_of(error, group, collective_log.latest()) from None
 
 
 def all_gather(
@@ -286,7 +289,8 @@ def _issue_encoded_mean(
         del parts[rank]
     else:
         received = torch.empty_like(sent)
-        works = [dist.all_to_all_single(received, sent, group=group, async_op=True)]
+        call = partial(dist.all_to_all_single, received, sent, group=group, async_op=True)
+        works = _launched([call], group)
         messages = received.view(size, -1)
         parts = [some for some in (messages[:rank], messages[rank + 1 :]) if len(some)]
     finish = partial(wire_codec.add_decoded, output, parts, wire, size)
@@ -331,7 +335,8 @@ def _issue_reduce_mean(
     op, divisor = divide_first(unsharded, group, sums_only)
     divide = divide_after(output, op, divisor)
     if output is unsharded:
-        work = dist.all_reduce(unsharded, op, group=group, async_op=True)
+        call = partial(dist.all_reduce, unsharded, op, group=group, async_op=True)
+        (work,) = _launched([call], group)
         return logged.in_flight([work], (unsharded,), divide)
     pairs = _to_reduce(output, unsharded, group, plan, has_message)
     parts = [part for _, part in pairs]
@@ -345,10 +350,10 @@ def _issue_reduce_mean(
         finish = partial(_sum_parts, parts, received, divisor)
     else:
         rows = [torch.empty_like(whole) for whole, _ in pairs]
-        works = [
-            dist.all_to_all_single(some, whole, group=group, async_op=True)
-            for some, (whole, _) in zip(rows, pairs, strict=True)
-        ]
+        works = []
+        for some, (whole, _) in zip(rows, pairs, strict=True):
+            call = partial(dist.all_to_all_single, some, whole, group=group, async_op=True)
+            works += _launched([call], group)
         finish = partial(_sum_rows, parts, rows, divisor)
     return logged.in_flight(works, kept, finish)
 

@@ -102,7 +102,7 @@ class InFlight:
             elif (streams := side_streams(self._buffers[0].device)) is None:
                 wait_with_watchdog(self._works, self._group, self._entry)
             else:
-                wait_on_device(self._works, self._group, streams)
+                wait_on_device(self._works, self._group, streams, self._entry)
         except RuntimeError:
             self._works.clear()
             raise

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.group_state import state_of
-from fsdp_dynamo.comm.watchdog import watched
+from fsdp_dynamo.comm.watchdog import SideGroup, watched
 from fsdp_dynamo.errors import (
+    FSDPError,
     FSDPStateError,
     FSDPTypeError,
     FSDPValueError,
@@ -343,7 +344,11 @@ def _subgroup(
 
 
 def new_group(
-    of: Sequence[dist.ProcessGroup], ranks: Sequence[int], use: str, backend: str | None = None
+    of: Sequence[dist.ProcessGroup],
+    ranks: Sequence[int],
+    use: str,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """Create a group of this rank and others, which first meet in existing groups.
 
@@ -352,21 +357,49 @@ def new_group(
 
     Args:
         of: existing groups that connect the new group's ranks; all of their ranks must call this
-            function. The new group gets the timeout of the first.
+            function.
         ranks: global ranks of the new group, this rank included.
         use: purpose of the group, for messages.
         backend: ``None``: the default group's.
+        timeout: ``None``: that of the first group of ``of``.
     """
     for group in of:
         with watched(group, "barrier", use):
             dist.barrier(group)
-    timeout = timedelta(seconds=group_timeout_s(of[0]))
+    timeout = timeout or timedelta(seconds=group_timeout_s(of[0]))
     with _unbound_default_group() as device:
         made: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout, backend, use_local_synchronization=True
         )
     made.bound_device_id = device  # the device of the group's barriers
     return made
+
+
+_MAX_BESIDE = 256
+"""Number of ranks up to which each may have a connection to every other one."""
+_BESIDE_TIMEOUT = timedelta(seconds=60)
+
+
+def make_side_group(group: dist.ProcessGroup) -> None:
+    """Make a gloo group beside one that has no connections to look at; all its ranks must call it.
+
+    Where gloo finds no network, a warning says so, and ranks that are gone are found by timeouts.
+    """
+    side = state_of(group, SideGroup)
+    if side.group is not None or serves_cpu(group) or not 1 < group.size() <= _MAX_BESIDE:
+        return
+    try:
+        ranks = dist.get_process_group_ranks(group)
+        side.group = new_group([group], ranks, "a side group", "gloo", _BESIDE_TIMEOUT)
+    except FSDPError:
+        raise
+    except RuntimeError as error:
+        warnings.warn(
+            f"no gloo group beside a group of {group.name()}: {error}. A rank that is killed is "
+            "noticed at the process group's timeout. Set GLOO_SOCKET_IFNAME to a network that "
+            "connects all ranks.",
+            stacklevel=2,
+        )
 
 
 @contextmanager

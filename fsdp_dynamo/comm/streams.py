@@ -139,11 +139,16 @@ class SideStreams:
         """Make the stream of means over replicas wait before it reuses memory."""
         self._replicas.wait_stream(self.current())
 
-    def copy_to_host(self, tensor: torch.Tensor) -> HostCopy:
-        """Start a copy of a tensor, produced on the current stream, to pinned memory."""
+    def copy_to_host(self, tensor: torch.Tensor, after: Any = None) -> HostCopy:
+        """Start a copy of a tensor, produced on the current stream, to pinned memory.
+
+        ``after`` is the handle of a collective that writes the tensor.
+        """
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
         self._copies.wait_stream(self.current())
         with self.on(self._copies):
+            if after is not None:
+                after.wait()
             host.copy_(tensor, non_blocking=True)
         return HostCopy(tensor, host, self.after(self._copies))
 

@@ -8,12 +8,14 @@ healthy transfers. Instead a watchdog thread checks the store for groups whose w
 than a period, and closes a group's connections only if there is a notice. That ends the wait.
 
 On a device a wait blocks a stream, not the host. The thread then checks groups whose streams are
-blocked (``DeviceWaits``), and the next wait raises the error it found.
+blocked (``DeviceWaits``). If ranks have diverged, the next wait raises the error. Where a stream
+stays blocked, the communicators are aborted, which frees a host that waits for its device.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import threading
 import time
@@ -22,18 +24,19 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.comm.collective_log import FULL_PARAMS, Entry, record
+from fsdp_dynamo.comm.collective_log import FULL_PARAMS, Entry, recent, record
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
+from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.comm.point_to_point import UnreachableError, Work, peer_of
 from fsdp_dynamo.comm.streams import SideStreams
 from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError, with_section
@@ -43,8 +46,12 @@ from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError, with
 
 
 _LATE = re.compile(r"[Tt]imed? ?out(?: waiting (\d+)ms)?")
-_GONE = re.compile(r"closed|reset by peer|Broken pipe|refused|unreachable", re.IGNORECASE)
+_GONE = re.compile(
+    r"closed|reset by peer|Broken pipe|refused|unreachable|remote process exited", re.IGNORECASE
+)
 _PROBE_TAG = 0x0D000002
+_MAX_PROBED = 16
+"""Number of ranks whose connection is looked at, each time."""
 
 GONE = "a closed connection"
 GONE_FIX = (
@@ -58,14 +65,25 @@ _ALONE_FIX = (
 )
 
 
+class SideGroup:
+    """A gloo group of the ranks of a group of another backend, whose connections tell who is gone.
+
+    Attributes:
+        group: ``None`` where there is none.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+
 def gone_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
-    """Return the ranks to which a gloo group's connection is closed; none for other backends.
+    """Return the ranks to which the connection of a gloo group, or of its side group, is closed.
 
     gloo notices at once when the process at the other end ends, and reports it in the next
     operation. The operation here is a receive that nobody answers and nobody waits for. ``ranks``
     are global and do not include this one.
     """
-    return [rank for rank in ranks if _is_closed(group, dist.get_group_rank(group, rank))]
+    probed = state_of(group, SideGroup).group or group
+    return [rank for rank in ranks if _is_closed(probed, dist.get_group_rank(probed, rank))]
 
 
 def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
@@ -78,9 +96,23 @@ def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
 
 def _only_one_gone(group: dist.ProcessGroup) -> int | None:
     """Return the rank of a group that is gone; ``None`` if there is none, or several."""
-    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-    gone = gone_ranks(group, others)
+    gone = gone_ranks(group, _others(group))
     return gone[0] if len(gone) == 1 else None
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    return [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+
+
+def _failure_of_gone(group: dist.ProcessGroup) -> RankFailedError | None:
+    """Return an error if one of some ranks, others at each call, is gone."""
+    others = _others(group)
+    gone = gone_ranks(group, random.sample(others, min(len(others), _MAX_PROBED)))
+    if not gone:
+        return None
+    entry = next(iter(recent(group, 1)), None)
+    what = "a collective" if entry is None else entry.description()
+    return RankFailedError(f"rank {gone[0]}: expected its part of {what}, got {GONE}. {GONE_FIX}")
 
 
 def peer_failure_message(
@@ -129,6 +161,11 @@ def peer_failure_message(
 
 _LOOKS_UNTIL_OVERDUE = 3
 _LOOKS_UNTIL_BLOCKED = 3
+_LOOKS_UNTIL_GONE = 10
+_SPOILED = (
+    "Parameters may hold what collectives did not bring, or brought from other units: go on from a "
+    "checkpoint."
+)
 
 
 class Reachable(Protocol):
@@ -144,13 +181,14 @@ class _Pending:
 
     Attributes:
         run: default process group when the first wait began.
+        num_looks: looks for which the oldest point has been unreached.
     """
 
     def __init__(self) -> None:
         self.run = _current_run()
         self.points: deque[Reachable] = deque()
         self._oldest: Reachable | None = None
-        self._num_looks = 0
+        self.num_looks = 0
 
     def is_overdue(self) -> bool:
         """Whether the oldest point has been unreached for several looks; drops reached points."""
@@ -161,9 +199,9 @@ class _Pending:
             self.points.clear()
         oldest = self.points[0] if self.points else None
         is_same = oldest is not None and oldest is self._oldest
-        self._num_looks = self._num_looks + 1 if is_same else 0
+        self.num_looks = self.num_looks + 1 if is_same else 0
         self._oldest = oldest
-        return self._num_looks >= _LOOKS_UNTIL_OVERDUE
+        return self.num_looks >= _LOOKS_UNTIL_OVERDUE
 
 
 def _current_run() -> weakref.ref[dist.ProcessGroup] | None:
@@ -175,21 +213,22 @@ class DeviceWaits:
     """Waits of streams for collectives by group, and the error that the next wait raises.
 
     The enqueuing thread adds points; the watchdog thread looks at them. Groups are not kept alive.
+
+    Attributes:
+        aborts: a wait that is overdue after an error aborts the communicators.
     """
 
     def __init__(self) -> None:
         self._pending: WeakKeyDictionary[dist.ProcessGroup, _Pending] = WeakKeyDictionary()
         self._lock = threading.Lock()  # guards the keys of _pending
-        self._failure: DivergenceError | None = None
-        self._report: Callable[[DivergenceError], None] | None = None
-        self._run: weakref.ref[dist.ProcessGroup] | None = None
-        self._looks_since_failure = 0
+        self._failure: _Failure | None = None
+        self.aborts = True
 
     def __bool__(self) -> bool:
         """Whether there is anything to look at."""
-        run = _current_run()
-        pending = [one for one in self._all().values() if one.run == run]
-        return self._looks_since_failure > 0 or any(one.points for one in pending)
+        if self._failure is not None and self._failure.is_of_this_run and self._failure.report:
+            return True
+        return any(one.points for one in self._now().values())
 
     def add(self, group: dist.ProcessGroup, point: Reachable) -> None:
         """Watch a point behind a wait for one of a group's collectives."""
@@ -199,9 +238,11 @@ class DeviceWaits:
                 pending = self._pending[group] = _Pending()
         pending.points.append(point)
 
-    def _all(self) -> dict[dist.ProcessGroup, _Pending]:
+    def _now(self) -> dict[dist.ProcessGroup, _Pending]:
+        """Points of the groups of this run."""
+        run = _current_run()
         with self._lock:
-            return dict(self._pending)
+            return {group: one for group, one in self._pending.items() if one.run == run}
 
     def look(self) -> list[tuple[dist.ProcessGroup, bool]]:
         """Return all groups of this run, each with whether its oldest wait is overdue.
@@ -209,42 +250,114 @@ class DeviceWaits:
         A group without waits is included, since another rank may wait for it. Groups of a destroyed
         run are left out, since their store may be gone. Empty after a failure.
         """
-        run = _current_run()
-        if self._failure is not None and self._run == run:
+        if self._failure is not None and self._failure.is_of_this_run:
             return []
-        now = [(group, pending) for group, pending in self._all().items() if pending.run == run]
-        return [(group, pending.is_overdue()) for group, pending in now]
+        return [(group, pending.is_overdue()) for group, pending in self._now().items()]
+
+    def num_looks(self, group: dist.ProcessGroup) -> int:
+        """Return for how many looks a group's oldest point has been unreached."""
+        return self._pending[group].num_looks
 
     # -- the error -----------------------------------------------------------------------------
 
-    def fail(self, error: DivergenceError, report: Callable[[DivergenceError], None]) -> None:
-        """Make the next wait raise an error, whatever its group; drop all points.
+    def fail(
+        self, error: DivergenceError, report: Callable[[DivergenceError], None] | None
+    ) -> None:
+        """Make the next wait raise an error, whatever its group.
 
         ``report`` is called with the error if no wait raises it soon.
         """
-        self._failure, self._report, self._run = error, report, _current_run()
-        self._looks_since_failure = 1
-        for pending in self._all().values():
-            pending.points.clear()
+        self._failure = _Failure(type(error)(f"{error} {_SPOILED}"), report, _current_run())
 
-    def raise_if_failed(self) -> None:
-        """Raise the error given to ``fail`` in this run, as a new object at every call."""
+    def failure(self) -> DivergenceError | None:
+        """Return the error given to ``fail`` in this run, a new object at every call, to raise."""
         if self._failure is None:
-            return
-        self._looks_since_failure = 0
-        if self._run == _current_run():
-            raise type(self._failure)(str(self._failure))
-        self._failure = None  # from groups that were destroyed since
+            return None
+        if not self._failure.is_of_this_run:  # from groups that were destroyed since
+            self._failure = None
+            return None
+        self._failure.report = None
+        return type(self._failure.error)(str(self._failure.error))
 
-    def report_if_blocked(self) -> None:
-        """Report an error that no wait has raised for several looks, once."""
-        if self._looks_since_failure == 0:
+    def look_after_failure(self) -> None:
+        """Report an error that no wait has raised for several looks; end waits that are overdue.
+
+        Other ranks have seen the notice by then. An abort earlier would give them errors of the
+        backend in place of it.
+        """
+        failure = self._failure
+        if failure is None or not failure.is_of_this_run:
             return
-        self._looks_since_failure += 1
-        if self._looks_since_failure > _LOOKS_UNTIL_BLOCKED:
-            self._looks_since_failure = 0
-            if self._failure is not None and self._report is not None:
-                self._report(self._failure)
+        failure.num_looks += 1
+        if failure.num_looks > _LOOKS_UNTIL_BLOCKED:
+            failure.report_once()
+            is_overdue = [one.is_overdue() for one in self._now().values()]
+            if self.aborts and not failure.has_aborted and any(is_overdue):
+                failure.has_aborted = True
+                # On a thread of its own, since an abort may hang.
+                threading.Thread(target=_abort_communicators, daemon=True).start()
+
+    def report_now(self) -> None:
+        """Report the error at once, if no wait has raised it."""
+        if self._failure is not None and self._failure.is_of_this_run:
+            self._failure.report_once()
+
+
+class _Failure:
+    """Error that waits raise.
+
+    Attributes:
+        error: the error.
+        report: reports it; ``None`` once it is reported or raised.
+        run: default process group at that time.
+        num_looks: looks since then.
+        has_aborted: whether the communicators were aborted.
+    """
+
+    def __init__(
+        self,
+        error: DivergenceError,
+        report: Callable[[DivergenceError], None] | None,
+        run: weakref.ref[dist.ProcessGroup] | None,
+    ) -> None:
+        self.error, self.report, self.run = error, report, run
+        self.num_looks = 0
+        self.has_aborted = False
+
+    @property
+    def is_of_this_run(self) -> bool:
+        return self.run == _current_run()
+
+    def report_once(self) -> None:
+        report, self.report = self.report, None
+        if report is not None:
+            report(self.error)
+
+
+def _abort_communicators() -> None:
+    """End all collectives of this process's devices; gloo's groups ignore it.
+
+    NCCL aborts the communicators as a group: one after the other they may wait for each other.
+    """
+    groups = [*dist.distributed_c10d._world.pg_map]
+    with ExitStack() as stack:
+        for backend in _nccl_backends(groups)[:1]:
+            backend._group_start()
+            stack.callback(backend._group_end)
+        for group in reversed(groups):
+            try:
+                group.abort()
+            except RuntimeError as error:
+                warnings.warn(f"group {group.name()} was not aborted: {error}", stacklevel=2)
+
+
+def _nccl_backends(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
+    found = []
+    for group in groups:
+        if torch.device("cuda") in group._device_types:
+            backend = group._get_backend(torch.device("cuda"))
+            found += [backend] if hasattr(backend, "_group_start") else []
+    return found
 
 
 # -- watchdog --------------------------------------------------------------------------------------
@@ -336,7 +449,7 @@ class _Watchdog:
                         self.deliver(error)
                 self.on_devices.fail(error, self.watched[group].report_blocked)
                 break
-        self.on_devices.report_if_blocked()
+        self.on_devices.look_after_failure()
 
     def _ends(self) -> bool:
         """Whether the thread ends now, which it does not if a wait has begun in the meantime."""
@@ -376,9 +489,13 @@ class _Watchdog:
                 watched.ask()
             elif not watched.is_asked():
                 return None
-        except RuntimeError:  # the store is gone
+            error = self.error_for(group)
+            # Ranks that have done their part may end while slow work is still before the wait.
+            if error is None and self.on_devices.num_looks(group) >= _LOOKS_UNTIL_GONE:
+                error = _failure_of_gone(group)
+            return error
+        except (RuntimeError, ValueError):  # the store or the group is gone
             return None
-        return self.error_for(group)
 
 
 def _warn_of_failure(error: Exception) -> None:
@@ -404,6 +521,30 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 
 
 _watchdog = _Watchdog()
+
+
+def set_abort_on_divergence(aborts: bool) -> None:
+    """Choose whether an error that concerns other ranks ends waits of a device, too.
+
+    By default the communicators of this process are aborted, if a stream is still blocked some
+    seconds after the error was found. A host that waits for its device (``.item()``) goes on; what
+    it reads is worthless, and the next wait, optimizer step or state dict raises the error. Without
+    aborts such a process stays until the process group's timeout, for a debugger.
+
+    Args:
+        aborts: whether to abort. Set it before the first step.
+    """
+    _watchdog.on_devices.aborts = aborts
+
+
+def refuse_results(error: DivergenceError) -> None:
+    """Make all later waits, optimizer steps and state dicts of this run raise an error."""
+    _watchdog.on_devices.fail(error, None)
+
+
+def report_failure_at_exit() -> None:
+    """Report an error that ends this process as another one, such as an aborted collective's."""
+    _watchdog.on_devices.report_now()
 
 
 @dataclass(frozen=True)
@@ -461,17 +602,38 @@ def wait_with_watchdog(
         raise
 
 
-def wait_on_device(works: Sequence[Work], group: dist.ProcessGroup, streams: SideStreams) -> None:
+def wait_on_device(
+    works: Sequence[Work],
+    group: dist.ProcessGroup,
+    streams: SideStreams,
+    entry: Entry | None = None,
+) -> None:
     """Make the current stream wait for collectives, and watch the stream.
 
-    Raises ``DivergenceError`` if a failure of any group was found since the last wait.
+    Raises:
+        DivergenceError: a failure of any group was found since the last wait.
+        RankFailedError: the backend reports that a rank is gone.
+        RuntimeError: a collective failed for another reason.
     """
-    _watchdog.on_devices.raise_if_failed()
-    for work in works:
-        work.wait()
+    raise_if_failed()
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise refusal_of(error, group, entry) from None
     if group in _watchdog.watched:
         _watchdog.on_devices.add(group, streams.after_current())
         _watchdog.ensure_running()
+
+
+def raise_if_failed() -> None:
+    """Raise the error of ranks that have diverged on devices, if there is one.
+
+    Aborted collectives end without results, so nothing may be updated or saved behind them.
+    """
+    failure = _watchdog.on_devices.failure()
+    if failure is not None:
+        raise failure
 
 
 @contextmanager
@@ -486,6 +648,7 @@ def watched(group: dist.ProcessGroup, kind: str, use: str, numel: int = 0) -> It
         use: purpose, for messages.
         numel: elements, if equal on all ranks.
     """
+    raise_if_failed()
     entry = record(group, kind, "", numel, use)
     try:
         with Interruptible(group):
@@ -520,9 +683,12 @@ def notice_for(group: dist.ProcessGroup) -> DivergenceError | None:
     return raised if isinstance(raised, DivergenceError) else None
 
 
-def refusal_of(error: UnreachableError, group: dist.ProcessGroup, entry: Entry) -> RuntimeError:
-    """Return the error to raise for a collective that gloo refuses to start."""
-    return _cause(error, group, error.peer, entry) or error
+def refusal_of(error: RuntimeError, group: dist.ProcessGroup, entry: Entry | None) -> RuntimeError:
+    """Return the error to raise for a collective that the backend refuses to start or to end."""
+    if isinstance(error, FSDPError):
+        return error
+    peer = error.peer if isinstance(error, UnreachableError) else None
+    return _cause(error, group, peer, entry) or error
 
 
 def wait_until_finished(works: Sequence[Work], group: dist.ProcessGroup) -> None:
@@ -552,7 +718,7 @@ def _cause(
             f"{known} The process group has no connections since: start all ranks again, or make a "
             "new group and wrap the model again."
         )
-    failure = notice_for(group)
+    failure = _watchdog.on_devices.failure() or notice_for(group)
     if failure is None:
         message = peer_failure_message(error, group, peer, entry)
         if message is None:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fsdp_dynamo.comm.watchdog import raise_if_failed
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.original_parameter import REPLACED
@@ -97,7 +98,13 @@ def _dtensors_of(optimizer: Optimizer) -> list[DTensor]:
 
 
 def check_optimizer(optimizer: Optimizer, may_have_sums: bool = False) -> None:
-    """Check an optimizer unless its current state was checked already; check its gradients."""
+    """Check an optimizer unless its current state was checked already; check its gradients.
+
+    Raises:
+        DivergenceError: a collective that was to bring the gradients was aborted.
+    """
+    if not torch.compiler.is_compiling():
+        raise_if_failed()
     if _checked.get(optimizer, _UNCHECKED).state is not optimizer.state:
         _check(optimizer)
     if _has_dtensors(optimizer) and not may_have_sums:

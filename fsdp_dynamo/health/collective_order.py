@@ -17,7 +17,7 @@ from fsdp_dynamo.comm.collective_log import Entry, recent
 from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.errors import with_section
 
-_CAUSE = (
+CAUSE = (
     "A rank has left a unit out, run one more often, taken another branch, or called alone what "
     "all must call (backward(), state_dict()): make all ranks run the same units in the same "
     "order, then start all ranks again."
@@ -33,13 +33,16 @@ class _Comparisons:
     count = 0
 
 
-def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str | None:
+def find_order_mismatch(
+    group: dist.ProcessGroup, store: Any, name: str, most: int = _MAX_EXCHANGED
+) -> str | None:
     """Publish this rank's collectives of a group; return an error message if another rank's differ.
 
     Args:
         name: distinguishes groups of the same ranks; equal on all ranks.
+        most: number of collectives that are published and compared.
     """
-    own = recent(group, _MAX_EXCHANGED)
+    own = recent(group, most)
     ranks = dist.get_process_group_ranks(group)
     rank = ranks[group.rank()]
     store.set(f"order/{name}/{rank}", json.dumps(own))
@@ -93,6 +96,6 @@ def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
     (first, expected), (second, got) = sorted([(rank, mine), (other, theirs)])
     return with_section(
         f"step {expected.step}, {expected.subject}: expected rank {second} to issue what rank "
-        f"{first} does, {expected.description()}, got {got.description()}. {_CAUSE}",
+        f"{first} does, {expected.description()}, got {got.description()}. {CAUSE}",
         "other-units-on-one-rank",
     )

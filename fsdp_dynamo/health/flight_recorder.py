@@ -246,7 +246,7 @@ def report_blocked(error: BaseException) -> None:
     what = f"{type(error).__name__}: {error}"
     _print_error(
         f"rank {dist.get_rank()}: {what} This rank raises it when it next waits for a collective. "
-        "If it is blocked by its device, the process group's timeout ends it."
+        "Values that it reads from its device before are worthless."
     )
     _write_stack(what, sys._current_frames().get(_main_thread()))
 

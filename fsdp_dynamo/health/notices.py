@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.group_state import state_of
-from fsdp_dynamo.comm.watchdog import Watched, enable_watchdog
+from fsdp_dynamo.comm.watchdog import Watched, enable_watchdog, report_failure_at_exit
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 from fsdp_dynamo.health.collective_order import find_order_mismatch
 from fsdp_dynamo.health.flight_recorder import report_blocked
@@ -127,6 +127,7 @@ def announce_failure(error: BaseException) -> None:
     """Tell all linked groups that an exception ends this rank."""
     if isinstance(error, DivergenceError) or not dist.is_initialized():
         return  # the other ranks have a notice already, or cannot be reached
+    report_failure_at_exit()
     last = collective_log.latest()
     where = f"rank {dist.get_rank()}" + (f" after {last.description()}" if last else "")
     message = (

@@ -17,6 +17,7 @@ from torch.overrides import is_tensor_like
 
 from fsdp_dynamo.api import StateDictConfig, StateDictSettings, StateDictType
 from fsdp_dynamo.comm.process_groups import Groups, is_first_of
+from fsdp_dynamo.comm.watchdog import raise_if_failed
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.unit import Unit, UnitState
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
@@ -61,7 +62,12 @@ def save_unit(
 
     ``module`` is the saved module of the unit. For the root, names that ``torch.compile`` has
     inserted are removed from ``prefix`` too. Buffers get back their dtypes before mixed precision.
+
+    Raises:
+        DivergenceError: collectives were aborted, so a step may have used what they did not bring.
+        FSDPStateError: called within a step.
     """
+    raise_if_failed()
     if unit.machine.state is not UnitState.IDLE and not unit.is_summoned:
         raise FSDPStateError(
             f"unit '{unit.fqn}': expected state_dict() between two steps, got a call in state "

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_dynamo.api import Arguments, MixedPrecision, PlacementFn
 from fsdp_dynamo.comm.exit_callbacks import register_exit_callback, wait_for_gloo_at_exit
-from fsdp_dynamo.comm.process_groups import Groups, groups_of
+from fsdp_dynamo.comm.process_groups import Groups, groups_of, make_side_group
 from fsdp_dynamo.core.gather_hooks import check_gather_hooks, has_gather_hooks
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
@@ -22,6 +22,7 @@ from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.health.comparison import require_same
 from fsdp_dynamo.health.flight_recorder import record_flight_by_default
 from fsdp_dynamo.health.notices import announce_failure, link_groups
+from fsdp_dynamo.health.periodic_comparison import compare_periodically
 from fsdp_dynamo.health.run import begin_run, together
 from fsdp_dynamo.module_tree import (
     WRAPPED,
@@ -91,6 +92,9 @@ def construct(
     warn_of_cpu_start(module, groups.shard, given.device_id)
     begin_run(groups.all, device)
     link_groups(groups.communicators)
+    for group in groups.communicators:
+        make_side_group(group)
+        compare_periodically(group, device)
     wait_for_gloo_at_exit()
     register_exit_callback(announce_failure)
     record_flight_by_default()

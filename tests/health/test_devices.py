@@ -1,22 +1,13 @@
-"""Ranks whose hosts run ahead of their devices: what goes apart is noticed, what is late is not.
-
-The device is a CPU, with gloo as its library. A wait for a collective is work of the device's one
-stream, which a thread runs; the host goes on. The stream stands still where another rank does not
-come. Collectives transfer copies, so what the host frees or writes meanwhile is not touched; what
-it computes is of no use.
-"""
+"""Ranks whose hosts run ahead of their devices: what goes apart is noticed, what is late is not."""
 
 from __future__ import annotations
 
 import json
-import queue
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,189 +18,26 @@ import torch.distributed as dist
 from models import Block, Branching, batch, loss_of
 from modes import in_mode
 from pool import RankPool, on_ranks
+from running_ahead import Device, running_ahead
+from torch import nn
 
 from fsdp_dynamo import FSDP, DivergenceError, RankFailedError
-from fsdp_dynamo.comm import point_to_point, streams, watchdog
-from fsdp_dynamo.comm.gather_plan import Pair
-from fsdp_dynamo.comm.watchdog import DeviceWaits
+from fsdp_dynamo.comm import collective_log, collectives, process_groups, watchdog
+from fsdp_dynamo.comm.group_state import state_of
+from fsdp_dynamo.comm.watchdog import DeviceWaits, SideGroup, gone_ranks
 from fsdp_dynamo.events import num_steps
-from fsdp_dynamo.health import flight_recorder, notices
+from fsdp_dynamo.health import flight_recorder, notices, periodic_comparison
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 PERIOD_S = 0.1
 LIMIT_S = 20.0
 
 
-# -- the device ------------------------------------------------------------------------------------
-
-
-class Device:
-    """The device: one stream, whatever the host calls it.
-
-    Attributes:
-        is_watched: whether the watchdog looks at it now.
-    """
-
-    def __init__(self) -> None:
-        self.is_watched = True
-        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                item()
-            except RuntimeError:  # its collective never ends: nothing behind it is reached
-                return
-
-    def enqueue(self, item: Callable[[], object]) -> None:
-        """Run something behind what is there."""
-        self._queue.put(item)
-
-    def synchronize(self, until: Callable[[], bool] = lambda: False, limit_s: float = 30.0) -> bool:
-        """Block the host until the stream has come here; false if ``until`` came first."""
-        point = Event(self)
-        point.record()
-        deadline = time.monotonic() + limit_s
-        while not point.query() and not until():
-            if time.monotonic() > deadline:
-                raise AssertionError("the device stands still")
-            time.sleep(0.01)
-        return point.query()
-
-    def end(self) -> None:
-        """Let its thread end, also where it waits for a rank that does not come."""
-        self._queue.put(None)
-        self._thread.join(1.0)
-        if self._thread.is_alive():
-            watchdog._close_connections(dist.group.WORLD)  # type: ignore[arg-type]
-            self._thread.join()
-
-
-class Event:
-    """``torch.cuda.Event``."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._reached = threading.Event()
-
-    def record(self, stream: object = None) -> None:
-        """Be there when the stream has come here."""
-        self._device.enqueue(self._reached.set)
-
-    def query(self) -> bool:
-        """Whether it has."""
-        return self._reached.is_set()
-
-
-class _Stream:
-    """``torch.cuda.Stream``: there is one, so nothing has to be ordered."""
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-
-def _wait_for(works: list[Any], buffers: tuple[torch.Tensor, ...]) -> None:
-    """``buffers``: what is sent and received, alive until then."""
-    for work in works:
-        work.wait()
-
-
-class _Work:
-    """The handle of a collective; what it transfers stays alive until it is done."""
-
-    def __init__(self, device: Device, works: list[Any], *buffers: torch.Tensor) -> None:
-        self._device, self._works, self._buffers = device, works, buffers
-
-    def wait(self) -> None:
-        """Let the stream wait for it, once."""
-        works, self._works = self._works, []
-        if works:
-            self._device.enqueue(partial(_wait_for, works, self._buffers))
-
-    def is_completed(self) -> bool:
-        """It is not to be waited for by the host."""
-        return True
-
-
-class _Looks:
-    """Looks of the watchdog's thread, none of which outlives the job, whose store goes with it."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._look = watchdog._Watchdog._look_at_devices
-        self._lock = threading.Lock()
-
-    def look(self, watching: Any) -> None:
-        """Look, if the device is watched."""
-        with self._lock:
-            if self._device.is_watched:
-                self._look(watching)
-
-    def end(self) -> None:
-        """Wait for the last one."""
-        with self._lock:
-            self._device.is_watched = False
-
-
-def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
-    cpu: Any = torch.cpu
-    stream = _Stream()
-    yield cpu, "Stream", lambda **_: stream
-    yield cpu, "Event", lambda **_: Event(device)
-    yield cpu, "device", lambda _: nullcontext()
-    yield cpu, "current_stream", lambda *_: stream
-    yield cpu, "stream", lambda stream: nullcontext()
-    yield streams, "host_runs_ahead", lambda device: True
-    yield streams, "_by_device", {}
-    all_gathers, exchanges = point_to_point.issue_all_gathers, point_to_point.issue_exchanges
-
-    def issue_all_gathers(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int) -> list[Any]:
-        copies = [(torch.empty_like(output), shard.detach().clone()) for output, shard in pairs]
-        for (output, _), (_, own) in zip(pairs, copies, strict=True):
-            output.data.copy_(own.repeat(group.size()))
-        works = all_gathers(copies, group, tag)
-        return [_Work(device, works, *(one for pair in copies for one in pair))]
-
-    def issue_exchanges(
-        pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int
-    ) -> tuple[list[Any], list[list[torch.Tensor]]]:
-        copies = [(whole.detach().clone(), torch.zeros_like(output)) for whole, output in pairs]
-        works, parts = exchanges(copies, group, tag)
-        held = [one for pair in copies for one in pair]
-        return [_Work(device, works, *held, *(one for some in parts for one in some))], parts
-
-    yield point_to_point, "issue_all_gathers", issue_all_gathers
-    yield point_to_point, "issue_exchanges", issue_exchanges
-
-
-@contextmanager
-def _running_ahead() -> Iterator[Device]:
-    """Let the host run ahead while the context is open; its ranks use the default group only."""
-    device = Device()
-    looks = _Looks(device)
-    with ExitStack() as stack:
-        stack.callback(device.end)
-        stack.callback(looks.end)
-        look = mock.patch.object(
-            watchdog._Watchdog, "_look_at_devices", lambda watching: looks.look(watching)
-        )
-        stack.enter_context(look)
-        for where, name, what in list(_replacements(device)):
-            stack.enter_context(mock.patch.object(where, name, what, create=True))
-        yield device
-
-
-# -- ranks that go apart ---------------------------------------------------------------------------
-
-
 @contextmanager
 def _on_device(mode: str) -> Iterator[tuple[Device, Any, Any]]:
     """A device, a model that has made a step there, and what runs it."""
     torch.manual_seed(7)
-    with _running_ahead() as device, mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
+    with running_ahead() as device, mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
         model: Any = FSDP(Branching(num_blocks=3), auto_wrap_policy=ModuleWrapPolicy({Block}))
         run = in_mode(model, mode)
         loss_of(run, batch(dist.get_rank(), 0)).backward()
@@ -242,9 +70,9 @@ def _error_of_a_step(run: Any, rank: int, step: int) -> tuple[str, str]:
     return "", ""
 
 
-def _skip(rank: int, world_size: int, mode: str, folder: str) -> tuple[bool, str, str]:
-    """Rank 1 leaves a unit out: whether the host's wait for its device ends, the error of the next
-    step, and what this rank has printed meanwhile; its flight record has the same."""
+def _skip(rank: int, world_size: int, mode: str, folder: str) -> tuple[str, str]:
+    """Rank 1 leaves a unit out: the error of the next step, and what this rank has printed
+    meanwhile; its flight record has the same."""
     printed: list[str] = []
     recorder = flight_recorder._Recorder(Path(folder))
     with (
@@ -255,7 +83,7 @@ def _skip(rank: int, world_size: int, mode: str, folder: str) -> tuple[bool, str
         model.module.skipped = frozenset({1}) if rank == 1 else frozenset()
         _step_unseen(device, run, rank)
         step = num_steps()
-        is_done = device.synchronize(until=recorder.path.exists)
+        device.synchronize(until=recorder.path.exists)
         _wait_until(recorder.path.exists)
         model.module.skipped = frozenset()
         kind, message = _error_of_a_step(run, rank, 2)
@@ -264,15 +92,14 @@ def _skip(rank: int, world_size: int, mode: str, folder: str) -> tuple[bool, str
         assert part in message
     assert json.loads(recorder.path.read_text())["reason"] == f"{kind}: {message}"
     (told,) = [line for line in printed if message in line]
-    return is_done, message, told
+    return message, told
 
 
 @pytest.mark.parametrize("mode", ["eager", "hooks"])
 def test_a_unit_left_out(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     answers = ranks.run(_skip, 2, mode, str(tmp_path))
-    assert not answers[0][0]  # it stands still behind the gather of the unit left out on the other
-    assert answers[0][1] == answers[1][1]
-    for rank, (_, _, told) in enumerate(answers):
+    assert answers[0][0] == answers[1][0]
+    for rank, (_, told) in enumerate(answers):
         assert told.startswith(f"rank {rank}: ")
 
 
@@ -340,3 +167,158 @@ def test_what_is_overdue() -> None:
     assert waits
     del group  # it is not kept
     assert not waits
+
+
+# -- what ends a host that its device blocks -------------------------------------------------------
+
+
+def _leave_a_unit_out(model: Any, device: Device, run: Any, rank: int) -> None:
+    model.module.skipped = frozenset({1}) if rank == 1 else frozenset()
+    _step_unseen(device, run, rank)
+
+
+@on_ranks(2)
+def test_an_abort_frees_a_host_that_its_device_blocks(rank: int) -> None:
+    with _on_device("eager") as (device, model, run):
+        _leave_a_unit_out(model, device, run, rank)
+        assert device.synchronize()  # on rank 0 the stream stood still behind a gather
+        _wait_until(_has_failed)  # rank 1 hears of it
+        kind, message = _error_of_a_step(run, rank, 2)
+        for use in torch.optim.SGD(model.parameters(), lr=0.1).step, model.state_dict:
+            with pytest.raises(DivergenceError, match="go on from a checkpoint"):
+                use()
+    assert kind == DivergenceError.__name__
+    assert "unit 'blocks.1'" in message
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+@on_ranks(2)
+def test_an_error_is_reported_before_a_host_goes_on(rank: int, aborts: bool) -> None:
+    """What the host reads then is worthless. Without aborts it stays for a debugger."""
+    order: list[str] = []
+    abort = watchdog._abort_communicators
+
+    def note_and_abort() -> None:
+        order.append("abort")
+        abort()
+
+    with (
+        _on_device("eager") as (device, model, run),
+        mock.patch.object(watchdog, "_abort_communicators", note_and_abort),
+        mock.patch.object(flight_recorder, "_print_error", order.append),
+        mock.patch.object(watchdog._watchdog.on_devices, "aborts", aborts),
+    ):
+        _leave_a_unit_out(model, device, run, rank)
+        _wait_until(lambda: bool(order))
+        time.sleep(20 * PERIOD_S)
+    assert "unit 'blocks.1'" in order[0]
+    is_blocked = rank == 0
+    assert order[1:] == (["abort"] if aborts and is_blocked else [])
+
+
+# -- where no rank waits ---------------------------------------------------------------------------
+
+
+class _TwoPaths(nn.Module):
+    """Runs its two blocks of equal size in this order, or the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.is_reversed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in reversed(self.blocks) if self.is_reversed else self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+@on_ranks(2)
+def test_units_of_equal_size_in_another_order(rank: int, mode: str) -> None:
+    """Every rank issues as many collectives of the same sizes, so none of them waits."""
+    torch.manual_seed(7)
+    with running_ahead() as device, mock.patch.object(collective_log, "COMPARED_EVERY", 20):
+        model: Any = FSDP(_TwoPaths(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        run = in_mode(model, mode)
+
+        def make_steps(count: int) -> None:
+            for _ in range(count):
+                run(torch.ones(2, 4)).sum().backward()
+                assert device.synchronize()
+
+        make_steps(4)
+        first = num_steps() + 1
+        model.module.is_reversed = rank == 1
+        with pytest.raises(DivergenceError) as caught:
+            make_steps(8)
+    message = str(caught.value)
+    assert "unit 'blocks.0': expected rank 1 to issue what rank 0 does" in message
+    assert rank == 1 or message.startswith(f"step {first}, ")  # ranks of the pool count apart
+
+
+@on_ranks(2)
+def test_ranks_that_agree_are_compared_without_a_word(rank: int) -> None:
+    started = mock.Mock(side_effect=periodic_comparison._started)
+    with (
+        _on_device("eager") as (device, _, run),
+        mock.patch.object(collective_log, "COMPARED_EVERY", 16),
+        mock.patch.object(periodic_comparison, "_started", started),
+    ):
+        for step in range(7):
+            loss_of(run, batch(rank, step)).backward()
+        assert device.synchronize()
+    assert started.call_count >= 3
+
+
+# -- what a backend says, and what it does not say -------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_error_of_nccl_names_the_collective(rank: int) -> None:
+    def launch() -> Any:
+        raise dist.DistBackendError("NCCL error: remote process exited or")
+
+    group: Any = dist.group.WORLD
+    collective_log.record(group, "all_gather", "blocks.0", 8, "forward")
+    with pytest.raises(RankFailedError, match=r"all-gather of unit 'blocks\.0'"):
+        collectives._launched([launch], group)
+
+
+def _killed(rank: int, world_size: int, folder: str) -> tuple[bool, tuple[str, str]]:
+    with _on_device("eager") as (device, _, run):
+        (Path(folder) / f"ready{rank}").touch()
+        if rank == 1:
+            time.sleep(600)
+        _step_unseen(device, run, rank)
+        is_free = device.synchronize()
+        return is_free, _error_of_a_step(run, rank, 2)
+
+
+def test_a_rank_that_is_killed(ranks: RankPool, tmp_path: Path) -> None:
+    """The others' streams stand still: the connections of the side group tell."""
+
+    def both_are_ready() -> None:
+        _wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+
+    answers = ranks.run_and_kill(_killed, 2, str(tmp_path), victims=[1], when=both_are_ready)
+    ok, found = answers[0]
+    assert ok, found
+    is_free, (kind, message) = found
+    assert is_free
+    assert kind == RankFailedError.__name__
+    assert "rank 1: expected its part of" in message
+
+
+@on_ranks(2)
+def test_groups_without_connections_get_a_side_group(rank: int) -> None:
+    """It is made when a model is wrapped; here the default group is said not to serve the CPU."""
+    group: Any = dist.group.WORLD
+    FSDP(nn.Linear(2, 2))
+    assert state_of(group, SideGroup).group is None
+    with mock.patch.object(process_groups, "serves_cpu", return_value=False):
+        process_groups.make_side_group(group)
+    beside = state_of(group, SideGroup).group
+    assert beside is not None
+    assert beside.size() == 2
+    assert gone_ranks(group, [1 - rank]) == []
