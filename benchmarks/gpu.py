@@ -4,7 +4,8 @@
     python benchmarks/gpu.py --dry-run      # the same commands, small, on a CPU
 
 First whether it is right (``gpu_checks.py``; once more under torch's CUDA sanitizer) and blocks the
-host nowhere, with a profile of each mode; these parts run side by side. Then, one by one, speed and
+host nowhere, with a profile of each mode, and what ranks get after faults (``gpu_faults.py``, two
+NCCL ranks on the GPU); these parts run side by side. Then, one by one, speed and
 memory (``gpu_speeds.py``): a Llama-style decoder in bf16 at world size 1 over NCCL (this project in
 three modes, FSDP1, FSDP2 eager and compiled, SimpleFSDP), and behind simulated links of 50 and 250
 GB/s with real GPU compute, where int8 collectives are among the peers.
@@ -53,6 +54,7 @@ def checks(*, is_dry: bool) -> list[Part]:
     compiled = ("--modes", "hooks_inductor,graph_inductor")
     dry = ("--cases", "bf16,checkpointing") if is_dry else ()
     some = ("--cases", "bf16,checkpointing" if is_dry else "fp32,bf16,offload,int8")
+    faults = ("--modes", "eager", "--faults", "raise") if is_dry else ("--limit_s", "60")
     script = "gpu_checks.py"
     sanitizer = () if is_dry else (("TORCH_CUDA_SANITIZER", "1"),)
     return [
@@ -62,6 +64,7 @@ def checks(*, is_dry: bool) -> list[Part]:
         Part("steady", script, ("steady", *device, *few, *dry), 15),
         Part("two", script, ("two", *device, *few, *dry), 20),
         Part("sanitizer", script, ("sanitizer", *device, *few, *some), 15, sanitizer),
+        Part("faults", "gpu_faults.py", (*device, *faults), 60),
         Part("traces", script, ("traces", *device, *few, "--cases", "bf16"), 20),
     ]
 
