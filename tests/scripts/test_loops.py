@@ -1,7 +1,7 @@
 """Training loops as scripts have them, beside the same loops under DistributedDataParallel.
 
-Optimizers in the backward: test_gradient_hooks.py; Muon alone: test_whole_updates.py; teachers that
-follow a student: test_fuzz.py.
+Optimizers in the backward: test_gradient_hooks.py; Muon alone: test_sharded_optimizers.py; teachers
+that follow a student: test_fuzz.py.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _with_evaluations(model: nn.Module, run: nn.Module, rank: int) -> Numbers:
 def _scaled(model: nn.Module, run: nn.Module, rank: int) -> Numbers:
     """Torch's own gradient scaler under DDP, the sharded one here: fp16, unscaled, clipped.
 
-    With an overflow: test_optimizer_checks.py.
+    With an overflow: test_sharded_optimizers.py.
     """
     kind = ShardedGradScaler if isinstance(model, FSDP) else torch.amp.GradScaler
     scaler = kind("cpu", init_scale=256.0, growth_interval=2)
