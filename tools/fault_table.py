@@ -210,7 +210,7 @@ FAULTS = (
         "_Walk.below",
         "param is not None and param not in self._ignored.parameters",
         "param is not None",
-        ("tests/wrap/test_features.py",),
+        ("tests/wrap/test_matrix.py",),
     ),
     Fault(
         "deferred-init-of-tied",

@@ -37,12 +37,8 @@ SMOKE: dict[str, tuple[str, ...]] = {
     "fsdp_dynamo/estimator": ("estimator/test_estimator.py::test_one_rank_only_computes",),
     "fsdp_dynamo/graph_mode": (
         "graph_mode/test_golden.py::test_a_small_model",
-        "graph_mode/test_options.py::test_refused_before_anything_runs*",
-        "wrap/test_modes.py::test_aot_eager_equals_ddp[graph-ShardingStrategy.FULL_SHARD]",
     ),
     "fsdp_dynamo/hooks_mode": (
-        "hooks_mode/test_hooks_mode.py::test_outputs_and_gradients_are_the_plain_models[_Tables-*",
-        "wrap/test_modes.py::test_aot_eager_equals_ddp[hooks-ShardingStrategy.FULL_SHARD]",
     ),
     "fsdp_dynamo/integrations": (
         "integrations/test_architectures.py::test_equals_ddp[gpt2-eager]",
@@ -59,9 +55,9 @@ SMOKE: dict[str, tuple[str, ...]] = {
     ),
     "fsdp_dynamo/wrap": (
         "wrap/test_composable.py::test_events_are_the_wrappers[eager]",
-        "wrap/test_deferred_init.py::test_equals_eager_init[ShardingStrategy.FULL_SHARD-True]",
+        "wrap/test_deferred_init.py::test_equals_eager_init[True-FULL_SHARD]",
         "wrap/test_features.py::test_mixed_precision[eager]",
-        "wrap/test_features.py::test_policies",
+        "wrap/test_surface.py::test_policies_choose_as_upstreams_do",
     ),
     "graph_passes/gradients": (
         "graph_mode/test_grad_buffer.py::test_linear_with_bias_and_padding",
@@ -96,36 +92,6 @@ SMOKE: dict[str, tuple[str, ...]] = {
 """Quick tests, by what they go through."""
 
 REPEATED: tuple[str, ...] = (
-    "wrap/test_habits.py::test_a_module_of_another_unit[hooks]",
-    "wrap/test_habits.py::test_no_units_below_the_root[hooks]",
-    "wrap/test_bad_input.py::test_goes_on_after_a_refused_forward[hooks]",
-    "wrap/test_bad_input.py::test_parameter_changed_behind_the_back[dtype-hooks]",
-    "wrap/test_checkpointing.py::test_against_fsdp2[graph-False-False]",
-    "wrap/test_checkpointing.py::test_against_fsdp2[hooks-False-True]",
-    "wrap/test_checkpointing.py::test_reentrant_segments_of_a_unit[False-hooks-_AllInSegments]",
-    "wrap/test_checkpointing.py::test_reentrant_segments_of_a_unit[False-hooks-_Branches]",
-    "wrap/test_checkpointing.py::test_reentrant_segments_of_a_unit[True-hooks-_AllInSegments]",
-    "wrap/test_checkpointing.py::test_reentrant_segments_of_a_unit[True-hooks-_Segments]",
-    "wrap/test_collective_precision.py::test_with_other_arguments[graph-*]",
-    "wrap/test_composable.py::test_names_and_losses[compile-checkpoint-shard]",
-    "wrap/test_composable.py::test_replicate_below_fully_shard[ours-hooks]",
-    "wrap/test_composable.py::test_whole_parameters[hooks]",
-    "wrap/test_features.py::test_conversion_refreshes_views[double-graph]",
-    "wrap/test_features.py::test_frozen_parameters[hooks]",
-    "wrap/test_features.py::test_ignored[hooks]",
-    "wrap/test_features.py::test_parameters_tied_across_units[hooks]",
-    "wrap/test_leaks.py::test_compiled_models_that_are_gone_leave_nothing[*]",
-    "wrap/test_matrix.py::test_on_two_ranks[graph]",
-    "wrap/test_modes.py::test_aot_eager_equals_ddp[hooks-ShardingStrategy.SHARD_GRAD_OP]",
-    "wrap/test_modes.py::test_world_sizes[graph-1]",
-    "wrap/test_modes.py::test_world_sizes[graph-4]",
-    "wrap/test_modes.py::test_world_sizes[hooks-1]",
-    "wrap/test_modes.py::test_world_sizes[hooks-3]",
-    "wrap/test_modes.py::test_world_sizes[hooks-4]",
-    "wrap/test_user_methods.py::test_a_copy_trains_alike_and_alone[hooks]",
-    "wrap/test_user_methods.py::test_a_frozen_base_costs_no_gradients[hooks]",
-    "wrap/test_user_methods.py::test_an_overflow_on_one_rank_skips_the_step_on_all[hooks]",
-    "wrap/test_user_methods.py::test_ranks_compare_their_order_in_debug_level_detail[hooks]",
 )
 """Slow for what they add: another mode, model or strategy of a test that stays in `make test`, or
 a whole script of what smaller tests show by parts."""

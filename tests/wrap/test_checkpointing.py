@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from loops import different, gradients, whole_gradients
-from models import Transformer, batch, ddp_losses, loss_of, make_transformer, train, wrap
+from models import Transformer, loss_of, make_transformer, wrap
 from modes import in_mode
 from pool import on_ranks
 from torch import nn
 from torch.distributed._composable.fsdp import fully_shard
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -92,12 +92,9 @@ def _steps(
 @pytest.mark.parametrize(
     ("mode", "selective", "autocast"),
     [
-        ("eager", False, False),
+        ("eager", False, True),
         ("eager", True, False),
         ("hooks", False, False),
-        ("graph", False, False),
-        ("eager", False, True),
-        ("hooks", False, True),
         ("graph", False, True),
     ],
 )
@@ -167,20 +164,23 @@ _ORDER = [
 ]
 
 
-@pytest.mark.parametrize("cls", [_Segments, _AllInSegments, _Branches])
-@pytest.mark.parametrize("mode", ["eager", "hooks"])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "cases"),
+    [
+        ("eager", list(itertools.product((_Segments, _AllInSegments, _Branches), (False, True)))),
+        ("hooks", [(_Segments, False), (_Branches, True)]),
+    ],
+    ids=["eager", "hooks"],
+)
 @on_ranks(2)
 def test_reentrant_segments_of_a_unit(
-    rank: int, apart: bool, mode: str, cls: type[_Segments]
+    rank: int, mode: str, cases: list[tuple[type[_Segments], bool]]
 ) -> None:
     """One reduction, one gather, also where checkpointing differs by step, or by rank."""
-    _assert_segments_are_right(rank, cls, mode, [True, True, False, False, True], apart)
-
-
-@on_ranks(2)
-def test_checkpointing_begins_in_a_later_step(rank: int) -> None:
-    _assert_segments_are_right(rank, _Segments, "eager", [False, True])
+    for cls, apart in cases:
+        _assert_segments_are_right(rank, cls, mode, [True, True, False, False, True], apart)
+    if mode == "eager":  # it begins in a later step
+        _assert_segments_are_right(rank, _Segments, mode, [False, True])
 
 
 def _assert_segments_are_right(
@@ -223,36 +223,3 @@ def test_ranks_that_use_other_layers_reduce_in_one_order(rank: int) -> None:
     keys: list[Any] = [None, None]
     dist.all_gather_object(keys, log.keys("all_gather", "reduce_scatter"))
     assert keys[0] == keys[1]
-
-
-# -- against DDP without checkpointing -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("outside", "reentrant", "mode"),
-    [
-        (False, False, "eager"),
-        (False, True, "eager"),
-        (True, False, "eager"),
-        (False, False, "hooks"),
-        (False, False, "graph"),
-    ],
-)
-@on_ranks(2)
-def test_activation_checkpointing(rank: int, outside: bool, reentrant: bool, mode: str) -> None:
-    """Same losses, and no surplus collectives: 3 blocks twice, the root once."""
-    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    model = make_transformer(num_blocks=3)
-    blocks = model.blocks
-    if outside:
-        wrapped = wrap(model)
-    for i in range(3):
-        blocks[i] = checkpoint_wrapper(blocks[i], checkpoint_impl=impl)
-    if not outside:
-        wrapped = wrap(model)
-    net = in_mode(wrapped, mode)
-    expected, _ = ddp_losses(rank, num_blocks=3)
-    assert train(net, rank)[0] == pytest.approx(expected, rel=1e-6)
-    with record_events() as log:
-        loss_of(net, batch(rank, 0)).backward()
-    assert (len(log.keys("all_gather")), len(log.keys("reduce_scatter"))) == (7, 4)

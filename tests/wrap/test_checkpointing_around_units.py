@@ -9,7 +9,7 @@ import pytest
 import torch
 from loops import different, error_of, fit_squares, gradients, whole_gradients
 from models import VOCABULARY, Block, Transformer, batch, loss_of
-from modes import INDUCTOR_MODES, MODES, in_mode
+from modes import MODES, in_mode
 from pool import on_ranks
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -123,7 +123,7 @@ class _Nested(nn.Module):
 
 def _make(cls: Any) -> nn.Module:
     torch.manual_seed(7)
-    return cls(num_blocks=2)
+    return cls(num_blocks=1 if cls is _Nested else 2)
 
 
 def _wrap(plain: nn.Module) -> FSDP:
@@ -131,10 +131,10 @@ def _wrap(plain: nn.Module) -> FSDP:
 
 
 def _run(net: nn.Module, owner: nn.Module, rank: int) -> tuple[list[float], list[Any]]:
-    """Losses of three steps, and the collectives of the last."""
+    """Losses of two steps, and the collectives of the last."""
     optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
     losses = []
-    for step in range(3):
+    for step in range(2):
         torch.manual_seed(10 * step + rank)
         optimizer.zero_grad()
         with record_events() as log:
@@ -161,28 +161,23 @@ def _assert_equals_ddp(
     return collectives, num_graphs
 
 
-def _assert_equal_ddp_as_inside(classes: list[Any], rank: int, mode: str) -> None:
-    """Compare bitwise with DDP; collectives and the number of graphs equal those of checkpoints
-    inside units, so what the root computes is compiled, too."""
-    inside = _assert_equals_ddp(_inside, rank, mode)
-    for cls in classes:
-        found = _assert_equals_ddp(cls, rank, mode)
-        if mode != "eager" and cls is not _Counting:  # eager counts recomputation as forward
-            assert found == inside, cls
+FORMS: dict[str, list[Any]] = {
+    "eager": [_More, _Reentrant, _Selective, _Counting],
+    "hooks": [_More, _Counting],
+    "graph": [_More, _Selective],  # Dynamo itself refuses what counts
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_equals_ddp(rank: int, mode: str) -> None:
-    _assert_equal_ddp_as_inside([_Around, _More], rank, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(2)
-def test_other_forms_equal_ddp(rank: int, mode: str) -> None:
-    of_no_graph = [] if mode == "graph" else [_Counting]  # refused by Dynamo itself
-    _assert_equal_ddp_as_inside([_Reentrant, _Selective, *of_no_graph], rank, mode)
+    """Compare bitwise with DDP; collectives and the number of graphs equal those of checkpoints
+    inside units, so what the root computes is compiled, too."""
+    inside = _assert_equals_ddp(_inside, rank, mode)
+    for cls in FORMS[mode]:
+        found = _assert_equals_ddp(cls, rank, mode)
+        if mode != "eager" and cls is not _Counting:  # eager counts recomputation as forward
+            assert found == inside, cls
     if mode == "graph":
         _assert_equals_ddp(_Around, rank, mode, regions=True)
 
@@ -265,11 +260,17 @@ def _assert_steps_equal_ddps(model: nn.Module, run: nn.Module, plain: nn.Module)
     assert different(buffers, dict(plain.named_buffers()), rtol=1e-5) == []
 
 
-@pytest.mark.parametrize("mode", ["graph", pytest.param("graph-inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("checkpointed", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "checkpointed"),
+    [
+        ("graph", True),
+        ("graph", False),
+        pytest.param("graph-inductor", True, marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(2)
 def test_a_buffer_that_changes_is_recomputed_from_as_it_was(
-    rank: int, checkpointed: bool, mode: str
+    rank: int, mode: str, checkpointed: bool
 ) -> None:
     """And changes once a step, as under torch.compile, as if there were no checkpoint."""
     model = FSDP(_make_normed(checkpointed), auto_wrap_policy=ModuleWrapPolicy({_Normed}))
@@ -341,10 +342,19 @@ def test_inputs_made_to_require_gradients(rank: int, mode: str) -> None:
         torch.testing.assert_close(run(batch(rank, 0)), model(batch(rank, 0)))
 
 
-@pytest.mark.parametrize("mode", [*MODES, *INDUCTOR_MODES])
-@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "is_graph"),
+    [
+        ("eager", False),
+        ("hooks", True),
+        ("graph", True),
+        ("graph", False),
+        ("hooks-inductor", False),
+        ("graph-inductor", True),
+    ],
+)
 @on_ranks(2)
-def test_saved_tensor_hooks_around_a_step(rank: int, is_graph: bool, mode: str) -> None:
+def test_saved_tensor_hooks_around_a_step(rank: int, mode: str, is_graph: bool) -> None:
     """Hooks that are graphs are compiled into the forward and the backward."""
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from models import average_gradients
-from modes import MODES, in_mode
+from modes import in_mode
 from pool import on_ranks
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -110,32 +110,40 @@ class _Net(nn.Module):
         return self.head(value, again=value)
 
 
-@pytest.mark.parametrize("given", ["containers", "tuples"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "given", "precision"),
+    [
+        ("eager", "containers", None),
+        ("eager", "tuples", LOW),
+        ("hooks", "containers", LOW),
+        ("hooks", "tuples", None),
+        ("graph", "containers", None),
+        ("graph", "tuples", LOW),
+    ],
+)
 @on_ranks(2)
-def test_units(rank: int, mode: str, given: str) -> None:
+def test_units(rank: int, mode: str, given: str, precision: MixedPrecision | None) -> None:
     """Gradients are those of one process; what units return is what the next one is given."""
     torch.manual_seed(0)
     inputs = Pair(torch.randn(3, 4) + rank, torch.tensor(2.0))
     plain = _Net(given)
     plain(inputs).x.sum().backward()
     average_gradients(plain)
-    for precision in (None, LOW):
-        net = _Net(given)
-        net.load_state_dict(plain.state_dict())
-        blocks = [*net.blocks]
-        policy = CustomPolicy(lambda module, units=blocks: module in units)
-        wrapped = FSDP(net, auto_wrap_policy=policy, mixed_precision=precision)
-        model = in_mode(wrapped, mode)
-        for _ in range(2):
-            out = model(inputs)
-            assert type(out) is Pair
-            assert out.x.dtype == (torch.float32 if precision is None else torch.bfloat16)
-            out.x.sum().backward()
-        with FSDP.summon_full_params(wrapped, with_grads=True):
-            for got, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
-                tolerance = {} if precision is None else {"rtol": 0.1, "atol": 0.1}
-                torch.testing.assert_close(got.grad, 2 * expected.grad, **tolerance)
+    net = _Net(given)
+    net.load_state_dict(plain.state_dict())
+    blocks = [*net.blocks]
+    policy = CustomPolicy(lambda module, units=blocks: module in units)
+    wrapped = FSDP(net, auto_wrap_policy=policy, mixed_precision=precision)
+    model = in_mode(wrapped, mode)
+    for _ in range(2):
+        out = model(inputs)
+        assert type(out) is Pair
+        assert out.x.dtype == (torch.float32 if precision is None else torch.bfloat16)
+        out.x.sum().backward()
+    with FSDP.summon_full_params(wrapped, with_grads=True):
+        for got, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            tolerance = {} if precision is None else {"rtol": 0.1, "atol": 0.1}
+            torch.testing.assert_close(got.grad, 2 * expected.grad, **tolerance)
 
 
 def test_walker() -> None:

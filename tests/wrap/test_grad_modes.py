@@ -87,7 +87,9 @@ def test_gradients_and_the_mode_afterwards(rank: int, mode: str, forward: str) -
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     run = in_mode(model, mode)
     x = torch.arange(6.0).view(2, 3) / 6 + rank
-    for frozen in (False, True):
+    # Frozen and in evaluations, too; compiled, for two of them, since regions differ little there.
+    is_thorough = mode == "eager" or forward in ("unit first", "nested")
+    for frozen in (False, True) if is_thorough else (False,):
         plain.requires_grad_(not frozen)
         model.requires_grad_(not frozen)
         outputs = []
@@ -96,9 +98,11 @@ def test_gradients_and_the_mode_afterwards(rank: int, mode: str, forward: str) -
             assert torch.is_grad_enabled()
             if not frozen and outputs[-1].requires_grad:
                 outputs[-1].square().sum().backward()
-            with torch.no_grad():
-                outputs.append(call(x))
-            assert torch.is_grad_enabled()
-        torch.testing.assert_close(outputs[:2], outputs[2:])
+            if is_thorough:
+                with torch.no_grad():
+                    outputs.append(call(x))
+                assert torch.is_grad_enabled()
+        half = len(outputs) // 2
+        torch.testing.assert_close(outputs[:half], outputs[half:])
     average_gradients(plain)
     assert different(whole_gradients(model), gradients(plain)) == []

@@ -130,27 +130,31 @@ def _assert_trains(rank: int, way: str, mode: str, folder: Path, tied: bool = Fa
     torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "mode", "tied"),
+    [
+        ("to_empty", "hooks", False),
+        ("module by module", "eager", True),
+        ("module by module", "graph", False),
+        ("whole values", "eager", True),
+        ("whole values", "graph", False),
+        ("distributed values", "eager", True),
+        ("from rank 0", "eager", True),
+        ("from files", "eager", False),
+    ],
+)
 @on_ranks(2)
-def test_values_of_one_process(rank: int, tmp_path: Path, way: str, tied: bool) -> None:
-    _assert_trains(rank, way, "eager", tmp_path, tied)
+def test_values_of_one_process(rank: int, tmp_path: Path, way: str, mode: str, tied: bool) -> None:
+    _assert_trains(rank, way, mode, tmp_path, tied)
 
 
 @pytest.mark.parametrize(
-    ("way", "mode"),
-    [("to_empty", "hooks"), ("module by module", "graph"), ("whole values", "graph")],
+    ("way", "tied"), [("to_empty", True), ("whole values", False), ("from rank 0", False)]
 )
-@on_ranks(3)
-def test_compiled(rank: int, tmp_path: Path, way: str, mode: str) -> None:
-    _assert_trains(rank, way, mode, tmp_path)
-
-
-@pytest.mark.parametrize("way", ["to_empty", "module by module", "whole values", "from rank 0"])
 @on_ranks(1)
-def test_one_rank(rank: int, tmp_path: Path, way: str) -> None:
+def test_one_rank(rank: int, tmp_path: Path, way: str, tied: bool) -> None:
     """Nothing is sharded."""
-    _assert_trains(rank, way, "eager", tmp_path)
+    _assert_trains(rank, way, "eager", tmp_path, tied)
 
 
 # -- before there are values -------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.fsdp as upstream
 from loops import different, gradients, whole_gradients
 from models import Transformer, average_gradients, batch, loss_of, make_transformer
-from modes import MODES, in_mode
+from modes import in_mode
 from pool import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -130,20 +130,18 @@ CASES = [(pick, "plain") for pick in PICKS] + [
 SOME = [
     ("a block and its norm", "plain"),
     ("embed, norm, head", "embed without grad"),
-    ("embed, norm, head", "checkpointed"),
+    ("norm, head", "plain"),
 ]
-IN_A_GRAPH = [case for case in CASES if case[1] != "reentrant"]
 
 
 @pytest.mark.parametrize(
     ("mode", "cases"),
     [
-        pytest.param("eager", CASES, id="eager"),
-        pytest.param("hooks", SOME, id="hooks"),
-        pytest.param("graph", SOME, id="graph"),
-        pytest.param("hooks", CASES, id="hooks, all", marks=pytest.mark.slow),
-        pytest.param("graph", IN_A_GRAPH, id="graph, all", marks=pytest.mark.slow),
+        ("eager", CASES),
+        ("hooks", [*SOME, ("norm, head", "norm again"), ("embed, norm, head", "reentrant")]),
+        ("graph", [*SOME, ("norm, head", "norm twice"), ("embed, norm, head", "checkpointed")]),
     ],
+    ids=["eager", "hooks", "graph"],
 )
 @on_ranks(2)
 def test_equals_one_process(rank: int, mode: str, cases: list[tuple[str, str]]) -> None:
@@ -154,31 +152,20 @@ def test_equals_one_process(rank: int, mode: str, cases: list[tuple[str, str]]) 
         run = in_mode(model, mode)
         for step in range(2):  # the second with what the first has learned of the order
             loss_of(plain, batch(rank, step)).backward()
-            loss_of(run, batch(rank, step)).backward()
+            with record_events() as log:
+                loss_of(run, batch(rank, step)).backward()
         average_gradients(plain)
         with torch.no_grad():
-            run(batch(rank, 0))
+            model(batch(rank, 0))
         expected = gradients(plain)
         has = {name for name, param in model.named_parameters() if param.grad is not None}
         assert has == expected.keys(), (pick, way)
         assert different(whole_gradients(model), expected) == [], (pick, way)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(2)
-def test_gathers_and_reduces_once(rank: int, mode: str) -> None:
-    for pick, unit in (("norm, head", "norm+head"), ("embed, norm, head", "embed+norm+head")):
-        model = _shard(_model(pick, "plain"), pick)
-        run = in_mode(model, mode)
-        loss_of(run, batch(rank, 0)).backward()
-        with record_events() as log:
-            loss_of(run, batch(rank, 1)).backward()
-        found = [e for e in log if e.kind in ("all_gather", "reduce_scatter")]
-        assert sorted(e.kind for e in found if e.unit == unit) in (
-            ["all_gather", "all_gather", "reduce_scatter"],
-            ["all_gather", "reduce_scatter"],  # still there when the backward begins
-        )
-        assert {e.unit for e in found} >= {"", unit, "blocks.0", "blocks.2"}
+        unit = pick.replace(", ", "+")
+        if way == "plain" and unit in ("norm+head", "embed+norm+head"):
+            kinds = [e.kind for e in log if e.unit == unit]
+            assert kinds.count("reduce_scatter") == 1
+            assert kinds.count("all_gather") in (1, 2)  # maybe there when the backward begins
 
 
 @on_ranks(2)

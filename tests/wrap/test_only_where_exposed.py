@@ -88,14 +88,6 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_chosen_formats_in_generated_code(rank: int) -> None:
-    always, slow = (_trained(rank, *CASES[name], "graph-inductor") for name in ("always", "slow"))
-    assert slow == always
-    assert slow.num_formatted == slow.num_collectives > 6
-
-
 @on_ranks(2)
 def test_the_link_decides(rank: int) -> None:
     """All collectives have the format on a slow link, some on a faster one, none on a fast one."""

@@ -52,8 +52,16 @@ def _whole_backward() -> Callable[[], None]:
     return lambda: None
 
 
-@pytest.mark.parametrize("reshards", [False, True])
-@pytest.mark.parametrize("name", list(SCHEDULES))
+@pytest.mark.parametrize(
+    ("name", "reshards"),
+    [
+        ("GPipe", True),
+        ("1F1B", False),
+        ("interleaved", True),
+        ("interleaved zero bubble", False),
+        ("V-shaped zero bubble", True),
+    ],
+)
 @on_ranks(4)
 def test_equals_one_process(rank: int, name: str, reshards: bool) -> None:
     """After two steps; every unit is reduced once, and gathered once where it stays unsharded."""
@@ -120,7 +128,7 @@ def _split(rank: int, frozen: bool, backend: str | None = None) -> tuple[Any, Pi
     return partial(schedule.step, x, target=y), stages[1]
 
 
-@pytest.mark.parametrize("backend", [None, "fsdp_dynamo_aot_eager", "fsdp_dynamo"])
+@pytest.mark.parametrize("backend", [None, "fsdp_dynamo_aot_eager"])
 @on_ranks(2)
 def test_a_split_backward_is_refused(rank: int, backend: str | None) -> None:
     """Gradients of inputs by ``torch.autograd.grad()`` are right afterwards."""

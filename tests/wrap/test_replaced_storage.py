@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from modes import MODES, in_mode
+from modes import in_mode
 from pool import on_ranks
 from torch import nn
 
@@ -85,20 +85,24 @@ def _wrapper(model: nn.Sequential) -> nn.Module:
 SHARD = {"list": _list, "single": _single, "wrapper": _wrapper}
 
 
+UNITS = [
+    ("list", "cpu", "float"),
+    ("list", "meta", "to_empty"),
+    ("list", "meta", "module by module"),
+    ("single", "meta", "assign"),
+    ("wrapper", "cpu", "float"),
+]
+
+
 @pytest.mark.parametrize(
-    ("units", "device", "first"),
+    ("mode", "units", "device", "first"),
     [
-        ("list", "cpu", "float"),
-        ("list", "meta", "to_empty"),
-        ("list", "meta", "assign"),
-        ("list", "meta", "module by module"),
-        ("single", "cpu", "float"),
-        ("single", "meta", "to_empty"),
-        ("single", "meta", "assign"),
-        ("wrapper", "cpu", "float"),
+        *(("eager", *units) for units in UNITS),
+        ("hooks", "list", "meta", "module by module"),
+        ("graph", "single", "meta", "to_empty"),
+        ("graph", "wrapper", "cpu", "float"),
     ],
 )
-@pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_trains_on_new_values(rank: int, mode: str, units: str, device: str, first: str) -> None:
     batches = [*torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))]
@@ -106,7 +110,7 @@ def test_trains_on_new_values(rank: int, mode: str, units: str, device: str, fir
     with torch.device(device):
         model = SHARD[units](_model())
     run = in_mode(model, mode)
-    for way in (first, *REPLACE):
+    for way in (first, *REPLACE) if mode == "eager" else (first, "assign", "to"):
         for one in (model, plain):
             torch.manual_seed(3)
             REPLACE[way](one)

@@ -32,9 +32,7 @@ def _bytes_of_a_block() -> int:
     return sum(flat.unsharded_bytes for flat in unit.flats)
 
 
-@pytest.mark.parametrize(
-    ("mode", "num_kept"), [("eager", 0), ("eager", 1), ("eager", 2), ("graph", 2)]
-)
+@pytest.mark.parametrize(("mode", "num_kept"), [("eager", 0), ("eager", 1), ("graph", 2)])
 @on_ranks(2)
 def test_the_last_ones_stay(rank: int, mode: str, num_kept: int) -> None:
     """Between forward and backward, with a budget for so many blocks; none after evaluations."""
