@@ -347,9 +347,7 @@ def test_inputs_made_to_require_gradients(rank: int, mode: str) -> None:
     [
         ("eager", False),
         ("hooks", True),
-        ("graph", True),
         ("graph", False),
-        ("hooks-inductor", False),
         ("graph-inductor", True),
     ],
 )

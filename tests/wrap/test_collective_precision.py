@@ -32,7 +32,7 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.comm import point_to_point
 from fsdp_dynamo.graph_mode import calibration
-from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.wire_format import WireFormat
 
 FORMATS = ("bfloat16", "float8", "int8")
@@ -97,8 +97,7 @@ def _assert_parameters_are_rounded(rank: int, name: Any) -> None:
     [
         ("bfloat16", "eager"),
         ("float8", "eager"),
-        ("int4", "eager"),
-        ("int8", "hooks"),
+        ("int8", "eager"),
         ("int4", "graph"),
     ],
 )
@@ -346,17 +345,6 @@ def test_refused(rank: int) -> None:
     ):
         with pytest.raises(FSDPError, match="collective_precision with 'int8'"):
             replace()
-
-
-@on_ranks(2)
-def test_one_unit_may_have_a_format(rank: int) -> None:
-    plain = make_transformer(num_blocks=2)
-    chosen = plain.blocks[1]
-    options = {"collective_precision": CollectivePrecision("int8")}
-    policy = CustomPolicy(lambda m: options if m is chosen else isinstance(m, Block))
-    units = wrap(plain, auto_wrap_policy=policy)._fsdp_root.units
-    formats = {unit.fqn: unit.flats[0].gather_wire for unit in units}
-    assert [fqn for fqn, wire in formats.items() if wire is not None] == ["blocks.1"]
 
 
 @pytest.mark.parametrize("per_node", [1, 4, 8])

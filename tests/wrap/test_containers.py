@@ -116,9 +116,7 @@ class _Net(nn.Module):
         ("eager", "containers", None),
         ("eager", "tuples", LOW),
         ("hooks", "containers", LOW),
-        ("hooks", "tuples", None),
-        ("graph", "containers", None),
-        ("graph", "tuples", LOW),
+        ("graph", "containers", LOW),
     ],
 )
 @on_ranks(2)

@@ -215,8 +215,23 @@ def _raise(module: nn.Module) -> None:
     raise FSDPValueError("no file to read from")
 
 
-def _assert_all_refuse(rank: int, world_size: int, fault: str, message: str, **kwargs: Any) -> None:
-    odd = world_size - 1 if fault == "argument" else 0
+@pytest.mark.parametrize(
+    ("fault", "message", "has_replicas"),
+    [
+        ("argument", "modules that are no units", False),
+        ("unwritten", "no values for '0.weight'", True),
+        ("raises", "no file to read from", False),
+        ("raises", "no file to read from", True),
+    ],
+)
+@on_ranks(4)
+def test_all_ranks_refuse_together(rank: int, fault: str, message: str, has_replicas: bool) -> None:
+    """Otherwise the other ranks would wait in a broadcast for the one that has raised."""
+    kwargs: dict[str, Any] = {}
+    if has_replicas:
+        kwargs["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+        kwargs["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    odd = 3 if fault == "argument" else 0
     if fault == "argument" and rank == odd:
         kwargs["ignored_modules"] = [3]
     if fault in ("unwritten", "raises"):
@@ -227,23 +242,6 @@ def _assert_all_refuse(rank: int, world_size: int, fault: str, message: str, **k
         model = nn.Sequential(nn.Linear(4, 4), Scale())
     with pytest.raises(FSDPValueError if rank == odd else RankFailedError, match=message):
         FSDP(model, sync_module_states=True, **kwargs)
-
-
-FAULTS = [
-    ("argument", "modules that are no units"),
-    ("unwritten", "no values for '0.weight'"),
-    ("raises", "no file to read from"),
-]
-
-
-@pytest.mark.parametrize(("fault", "message"), FAULTS)
-@on_ranks(4)
-def test_all_ranks_and_replicas_refuse_together(rank: int, fault: str, message: str) -> None:
-    """Otherwise the other ranks would wait in a broadcast for the one that has raised."""
-    _assert_all_refuse(rank, 4, fault, message)
-    hybrid = ShardingStrategy.HYBRID_SHARD
-    mesh = init_device_mesh("cpu", (2, 2))
-    _assert_all_refuse(rank, 4, fault, message, sharding_strategy=hybrid, device_mesh=mesh)
 
 
 @pytest.mark.parametrize("sync", [True, False])

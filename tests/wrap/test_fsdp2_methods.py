@@ -234,7 +234,6 @@ def _step(model: Any, run: nn.Module, rank: int) -> tuple[torch.dtype, float, di
     ("mode", "name"),
     [
         *(("eager", name) for name in ARGUMENTS),
-        ("hooks", "output"),
         ("graph", "output"),
     ],
 )

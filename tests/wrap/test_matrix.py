@@ -22,7 +22,6 @@ from models import (
     batch,
     loss_of,
     make_transformer,
-    through,
     wrap,
 )
 from modes import INDUCTOR_MODES, MODES, in_mode
@@ -328,17 +327,14 @@ def _one_graph_for_all(model: Any, log: EventLog, plain: Any) -> None:
 ALL = tuple(MODES)
 TEN_BLOCKS = partial(make_transformer, num_blocks=10)  # more than Dynamo compiles of one frame
 NO_SHARD = ShardingStrategy.NO_SHARD
-SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
 IMAGES = _of_numbers(2, 4, 8, 8)
 ROWS: dict[str, Row] = {
-    # The eager mode has its own tests of the first four.
+    # The eager mode has its own tests of the first four, test_unsharded_budget.py SHARD_GRAD_OP.
     "FULL_SHARD": Row(("hooks", "graph")),
-    "SHARD_GRAD_OP": Row(("graph",), shard=partial(wrap, sharding_strategy=SHARD_GRAD_OP)),
     "NO_SHARD": Row(("hooks", "graph"), shard=partial(wrap, sharding_strategy=NO_SHARD)),
     "three ranks": Row(("graph",), ranks=3),
     "Inductor": Row(("graph-inductor", "hooks-inductor"), rel=1e-5),
-    "fully_shard": Row(("hooks", "graph"), shard=partial(through, "fully_shard")),
-    "one unit": Row(("eager", "graph"), shard=_units()),
+    "one unit": Row(("eager",), shard=_units()),
     "frozen": Row(("eager", "graph"), _partly_frozen, also=_costs_no_gradients),
     "tied across units": Row(("eager", "graph"), _seeded(TiedBlocks), also=_owned_above),
     "odd outputs and uses": Row(

@@ -137,7 +137,6 @@ def _assert_trains(rank: int, way: str, mode: str, folder: Path, tied: bool = Fa
         ("module by module", "eager", True),
         ("module by module", "graph", False),
         ("whole values", "eager", True),
-        ("whole values", "graph", False),
         ("distributed values", "eager", True),
         ("from rank 0", "eager", True),
         ("from files", "eager", False),

@@ -130,7 +130,7 @@ CASES = [(pick, "plain") for pick in PICKS] + [
 SOME = [
     ("a block and its norm", "plain"),
     ("embed, norm, head", "embed without grad"),
-    ("norm, head", "plain"),
+    ("norm, head", "checkpointed"),
 ]
 
 
@@ -139,7 +139,7 @@ SOME = [
     [
         ("eager", CASES),
         ("hooks", [*SOME, ("norm, head", "norm again"), ("embed, norm, head", "reentrant")]),
-        ("graph", [*SOME, ("norm, head", "norm twice"), ("embed, norm, head", "checkpointed")]),
+        ("graph", [*SOME, ("embed, norm, head", "norm twice")]),
     ],
     ids=["eager", "hooks", "graph"],
 )
@@ -162,7 +162,7 @@ def test_equals_one_process(rank: int, mode: str, cases: list[tuple[str, str]]) 
         assert has == expected.keys(), (pick, way)
         assert different(whole_gradients(model), expected) == [], (pick, way)
         unit = pick.replace(", ", "+")
-        if way == "plain" and unit in ("norm+head", "embed+norm+head"):
+        if "norm+head" in unit and way in ("plain", "embed without grad"):
             kinds = [e.kind for e in log if e.unit == unit]
             assert kinds.count("reduce_scatter") == 1
             assert kinds.count("all_gather") in (1, 2)  # maybe there when the backward begins

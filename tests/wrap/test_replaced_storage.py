@@ -100,7 +100,6 @@ UNITS = [
         *(("eager", *units) for units in UNITS),
         ("hooks", "list", "meta", "module by module"),
         ("graph", "single", "meta", "to_empty"),
-        ("graph", "wrapper", "cpu", "float"),
     ],
 )
 @on_ranks(2)

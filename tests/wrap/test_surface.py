@@ -216,7 +216,7 @@ def test_setting_attributes(rank: int) -> None:
     inner = nn.Linear(2, 2)
     assert FSDP(checkpoint_wrapper(inner)).module is inner  # as upstream's
     with pytest.raises(UnsupportedError, match="2 flat parameters"):
-        _ = FSDP(nn.Sequential(inner, nn.Linear(2, 2).half()), device_id="cpu").flat_param
+        _ = FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half()), device_id="cpu").flat_param
 
 
 @on_ranks(2)
