@@ -35,11 +35,8 @@ SMOKE: dict[str, tuple[str, ...]] = {
         "eager/test_offload.py::test_losses[eager-kwargs0]",
     ),
     "fsdp_dynamo/estimator": ("estimator/test_estimator.py::test_one_rank_only_computes",),
-    "fsdp_dynamo/graph_mode": (
-        "graph_mode/test_golden.py::test_a_small_model",
-    ),
-    "fsdp_dynamo/hooks_mode": (
-    ),
+    "fsdp_dynamo/graph_mode": ("graph_mode/test_golden.py::test_a_small_model",),
+    "fsdp_dynamo/hooks_mode": (),
     "fsdp_dynamo/integrations": (
         "integrations/test_architectures.py::test_equals_ddp[gpt2-eager]",
         "integrations/test_lightning.py::test_trains_as_ddp[Direct-eager]",
@@ -91,8 +88,7 @@ SMOKE: dict[str, tuple[str, ...]] = {
 }
 """Quick tests, by what they go through."""
 
-REPEATED: tuple[str, ...] = (
-)
+REPEATED: tuple[str, ...] = ()
 """Slow for what they add: another mode, model or strategy of a test that stays in `make test`, or
 a whole script of what smaller tests show by parts."""
 
