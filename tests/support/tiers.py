@@ -1,8 +1,7 @@
 """Tiers of tests: smoke (`make check`), default (`make test`) and all (`make test-all`).
 
-What is slow by itself has the mark where it is defined. Here are what cannot be said there without
-noise: a quick test per folder, and parameters that repeat what a test shows with another one. `*`
-stands for any characters of a test's name.
+What is slow has the mark where it is defined. Here are quick tests of each folder, which cannot be
+marked where they are defined without noise. `*` stands for any characters of a test's name.
 """
 
 from __future__ import annotations
@@ -35,8 +34,15 @@ SMOKE: dict[str, tuple[str, ...]] = {
         "eager/test_offload.py::test_losses[eager-kwargs0]",
     ),
     "fsdp_dynamo/estimator": ("estimator/test_estimator.py::test_one_rank_only_computes",),
-    "fsdp_dynamo/graph_mode": ("graph_mode/test_golden.py::test_a_small_model",),
-    "fsdp_dynamo/hooks_mode": (),
+    "fsdp_dynamo/graph_mode": (
+        "graph_mode/test_golden.py::test_a_small_model",
+        "graph_mode/test_options.py::test_refused_before_anything_runs*",
+        "wrap/test_matrix.py::test_equals_ddp[FULL_SHARD-graph]",
+    ),
+    "fsdp_dynamo/hooks_mode": (
+        "hooks_mode/test_hooks_mode.py::test_outputs_and_gradients_are_the_plain_models[_Tables-*",
+        "wrap/test_matrix.py::test_equals_ddp[FULL_SHARD-hooks]",
+    ),
     "fsdp_dynamo/integrations": (
         "integrations/test_architectures.py::test_equals_ddp[gpt2-eager]",
         "integrations/test_lightning.py::test_trains_as_ddp[Direct-eager]",
@@ -88,22 +94,16 @@ SMOKE: dict[str, tuple[str, ...]] = {
 }
 """Quick tests, by what they go through."""
 
-REPEATED: tuple[str, ...] = ()
-"""Slow for what they add: another mode, model or strategy of a test that stays in `make test`, or
-a whole script of what smaller tests show by parts."""
-
 
 def marks_of(test: str) -> Iterable[str]:
     """Marks of a test, named as in the tables: its file below tests, and its name."""
     if any(_stands_for(entry, test) for entries in SMOKE.values() for entry in entries):
         yield "smoke"
-    if any(_stands_for(entry, test) for entry in REPEATED):
-        yield "slow"
 
 
 def unused(tests: Iterable[str]) -> list[str]:
     """Entries that stand for none of the tests."""
-    entries = [entry for found in (*SMOKE.values(), REPEATED) for entry in found]
+    entries = [entry for found in SMOKE.values() for entry in found]
     named = list(tests)
     return [e for e in entries if not any(_stands_for(e, test) for test in named)]
 
