@@ -335,8 +335,9 @@ def draw_beside_fsdp1(
         ignored = (rng.randrange(number), rng.choice(["ignored_modules", "ignored_states"]))
         # Its gradients differ between ranks, so each rank would clip by a norm of its own.
         calls = [call for call in calls if call[0] != "clip"]
-    if strategy == "NO_SHARD":  # where FSDP1's frozen parameters vanish
+    if strategy == "NO_SHARD":  # where FSDP1's frozen parameters vanish, and it sees new data late
         tree = map_leaves(tree, lambda leaf: replace(leaf, frozen="none"))
+        calls = [(*call[:2], "lerp_") if ".data =" in call else call for call in calls]
     return Program(
         tree,
         strategy,
