@@ -169,7 +169,10 @@ class OriginalParameter:
 
     @grad.setter
     def grad(self, part: torch.Tensor | None) -> None:
-        self.param.grad = None if part is None else self.as_param(part)
+        if part is None:
+            self.param.grad = None
+        else:
+            put_grad(self.param, self.as_param(part))
 
     def add_grad(self, part: torch.Tensor) -> None:
         if self.param.grad is None:

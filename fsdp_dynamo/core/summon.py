@@ -19,6 +19,7 @@ from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.dtensors import local_of, refuse_parallel
 from fsdp_dynamo.core.flat_layout import ShardRange
 from fsdp_dynamo.core.flat_parameter import FlatParameter, shard_of, unsharded_of
+from fsdp_dynamo.core.original_parameter import put_grad
 from fsdp_dynamo.core.unit import Unit, UnitState
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
 
@@ -103,7 +104,7 @@ class _SummonedFlat:
         for i, original in enumerate(flat.originals):
             original.show_whole(values[i], flat.paths.fqn_of(original.fqn))
             if self._has_grads[i]:
-                original.held.grad = grads[i]
+                put_grad(original.held, grads[i])
 
     def _any_rank_has_grad(self) -> list[bool]:
         flags = torch.tensor([g is not None for g in self._grads], device=self._flat.device).int()

@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, fully_shard
+from fsdp_dynamo import FSDP, FSDPStateError, MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_dynamo.comm.collectives import all_gather
 from fsdp_dynamo.core import flat_parameter
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -93,6 +93,22 @@ def test_all_combinations(rank: int, strategy: str) -> None:
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             after = gradients(model)
             torch.testing.assert_close(after, grads, msg=how)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_gradients_in_low_precision(rank: int, strategy: str) -> None:
+    low = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
+    model = shard(make_classifier(), mixed_precision=low, **_strategy(strategy))
+    classification_loss(model, examples(rank)).backward()
+    expected = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    with FSDP.summon_full_params(model, with_grads=True):
+        for name, param in model.named_parameters():
+            assert param.grad.dtype == torch.bfloat16
+            assert torch.equal(param.grad, expected[name]), name
+            param.grad.mul_(2.0)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.grad.full_tensor(), 2.0 * expected[name]), name
 
 
 def _fail_at(number: int) -> Callable[..., None]:
