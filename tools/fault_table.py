@@ -470,6 +470,22 @@ FAULTS = (
         "shows_life",
         ("tests/health/test_agreement.py",),
     ),
+    Fault(
+        "order-compared-by-size",
+        "units of equal size in another order are not told from each other",
+        "record",
+        'zlib.crc32(f"{kind} {label} {numel} {use}".encode())',
+        'zlib.crc32(f"{kind} {numel}".encode())',
+        ("tests/health/test_devices.py",),
+    ),
+    Fault(
+        "aborted-gradients-used",
+        "an optimizer steps with gradients that aborted collectives did not bring",
+        "check_optimizer",
+        "raise_if_failed()",
+        "pass",
+        ("tests/health/test_devices.py",),
+    ),
     # -- tools ---------------------------------------------------------------------------------
     Fault(
         "estimator-bytes",
