@@ -195,6 +195,7 @@ def _calls(node: ast.AST, is_watched: bool = False) -> Iterator[tuple[str, bool]
             isinstance(owner, ast.Name)
             and owner.id == "dist"
             and _BLOCKING.fullmatch(node.func.attr)
+            and not any(keyword.arg == "async_op" for keyword in node.keywords)
         ):
             yield node.func.attr, is_watched
     for child in ast.iter_child_nodes(node):
