@@ -37,7 +37,7 @@ lint: $(READY)
 check: lint
 	$(PY) -m pytest tests -m smoke
 
-# Before each push: all tests but those that are slow; 12 to 35 minutes on 2 cores, by the machine.
+# Before each push: all tests but those that are slow; 10 to 25 minutes on 2 cores, by the machine.
 test: lint
 	$(PY) -m pytest tests
 
