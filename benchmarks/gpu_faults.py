@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,12 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.command_line import at_least, one_line_on_bad_input, output_file, some_of
+from benchmarks.gpu_checks import MODES
 from benchmarks.measure.report import record, table, write
 from fsdp_dynamo import FSDP
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 FAULTS = ("leave out", "swap", "raise", "kill", "late")
-MODES: dict[str, dict[str, Any] | None] = {
-    "eager": None,
-    "hooks": {"backend": "aot_eager"},
-    "graph": {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True},
-}
 FAULT_STEP, STEPS = 12, 60
 LATE_S = 14.0
 ONE_GPU = {
@@ -251,7 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--faults", default=",".join(FAULTS))
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--modes", default="eager,hooks,graph")
     parser.add_argument("--world_size", type=at_least(2), default=2)
     parser.add_argument("--limit_s", type=at_least(1), default=60)
     parser.add_argument("--json", type=output_file)

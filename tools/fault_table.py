@@ -473,7 +473,7 @@ FAULTS = (
     Fault(
         "order-compared-by-size",
         "units of equal size in another order are not told from each other",
-        "record",
+        "_number_of",
         'zlib.crc32(f"{kind} {label} {numel} {use}".encode())',
         'zlib.crc32(f"{kind} {numel}".encode())',
         ("tests/health/test_devices.py",),

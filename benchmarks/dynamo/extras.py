@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.utils import counters
 from torch.profiler import profile
 
 from benchmarks.command_line import BadInputError
 from benchmarks.measure.step_profile import without_announcements
 from fsdp_dynamo import record_events
+from fsdp_dynamo.dynamo.progress import is_recompile
 
 
 def check_backend(name: str) -> None:
@@ -76,9 +77,7 @@ def count_recompiles() -> None:
 
 
 def _note(args: CallbackArgs) -> None:
-    # Compilations of a function are numbered from 0, after the last "/".
-    number = args.compile_id.rpartition("/")[2]
-    if args.callback_trigger is CallbackTrigger.DYNAMO and number != "0":
+    if is_recompile(args):
         _recompiles.append(args.compile_id)
 
 

@@ -125,15 +125,18 @@ def record(
         use = f"{use}, {wire.name}"
     if is_of_unit and log.compare is not None:
         log.num_in_digest += 1
-        log.digest = (
-            _FACTOR * log.digest + zlib.crc32(f"{kind} {label} {numel} {use}".encode())
-        ) % _MODULUS
+        log.digest = (_FACTOR * log.digest + _number_of(kind, label, numel, use)) % _MODULUS
         if log.num_in_digest % COMPARED_EVERY == 0:
             log.compare(group)
     _latest = Entry(log.count, num_steps(), kind, label, numel, use)
     log.entries.append(_latest)
     log.count += 1
     return _latest
+
+
+@lru_cache(maxsize=4096)
+def _number_of(kind: str, label: str, numel: int, use: str) -> int:
+    return zlib.crc32(f"{kind} {label} {numel} {use}".encode())
 
 
 def compare_order(group: dist.ProcessGroup, compare: Callable[[dist.ProcessGroup], object]) -> None:

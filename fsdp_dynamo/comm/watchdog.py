@@ -111,8 +111,7 @@ def _failure_of_gone(group: dist.ProcessGroup) -> RankFailedError | None:
     if not gone:
         return None
     entry = next(iter(recent(group, 1)), None)
-    what = "a collective" if entry is None else entry.description()
-    return RankFailedError(f"rank {gone[0]}: expected its part of {what}, got {GONE}. {GONE_FIX}")
+    return RankFailedError(str(peer_failure_message(RuntimeError(GONE), group, gone[0], entry)))
 
 
 def peer_failure_message(
@@ -341,7 +340,8 @@ def _abort_communicators() -> None:
     """
     groups = [*dist.distributed_c10d._world.pg_map]
     with ExitStack() as stack:
-        for backend in _nccl_backends(groups)[:1]:
+        backend = next(filter(None, map(_nccl_backend, groups)), None)
+        if backend is not None:
             backend._group_start()
             stack.callback(backend._group_end)
         for group in reversed(groups):
@@ -351,13 +351,11 @@ def _abort_communicators() -> None:
                 warnings.warn(f"group {group.name()} was not aborted: {error}", stacklevel=2)
 
 
-def _nccl_backends(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    found = []
-    for group in groups:
-        if torch.device("cuda") in group._device_types:
-            backend = group._get_backend(torch.device("cuda"))
-            found += [backend] if hasattr(backend, "_group_start") else []
-    return found
+def _nccl_backend(group: dist.ProcessGroup) -> Any:
+    """Return the group's NCCL backend, or ``None``."""
+    device = torch.device("cuda")
+    backend = group._get_backend(device) if device in group._device_types else None
+    return backend if hasattr(backend, "_group_start") else None
 
 
 # -- watchdog --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch._dynamo.callback import CallbackArgs
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger
 
 from fsdp_dynamo.dynamo.untraced import UNDER_LOCK, untraced
 
@@ -55,9 +55,8 @@ class CompilationProgress:
     @untraced(UNDER_LOCK)
     def begin(self, args: CallbackArgs | None) -> None:
         """Prepare the line that appears if this compilation takes long."""
-        # Those of a function are numbered from 0, after the last "/".
-        is_first = args is None or args.compile_id.rpartition("/")[2] == "0"
-        self._again = "" if is_first else " anew (TORCH_LOGS=recompiles says why)"
+        is_anew = args is not None and is_recompile(args)
+        self._again = " anew (TORCH_LOGS=recompiles says why)" if is_anew else ""
         self.describe("code")
         self._began = time.monotonic()
         if _is_told_here():
@@ -81,6 +80,13 @@ class CompilationProgress:
             self._short_ones.clear()
 
 
+def is_recompile(args: CallbackArgs) -> bool:
+    """Whether the compilation that begins is not a function's first, nor that of a backward."""
+    # Those of a function are numbered from 0, after the last "/".
+    number = args.compile_id.rpartition("/")[2]
+    return args.callback_trigger is CallbackTrigger.DYNAMO and number != "0"
+
+
 def _is_told_here() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -99,4 +105,4 @@ def _write(text: str) -> None:
 
 compilations = CompilationProgress()
 
-__all__ = ["CompilationProgress", "compilations", "told"]
+__all__ = ["CompilationProgress", "compilations", "is_recompile", "told"]

@@ -66,7 +66,7 @@ def _belong_together(one: Transfer, other: Transfer, clock: Sequence[float]) -> 
 
     It is if the first is small, and waiting for the second costs less than the latency saved.
     """
-    if one.launch_key != other.launch_key or other.is_dependent or is_saturating(one):
+    if not one.may_share_launch(other) or is_saturating(one):
         return False
     ready = max(one.ready, other.ready)
     if not one.is_gather and clock[ready] - clock[one.ready] > one.latency_ms:

@@ -278,13 +278,12 @@ def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placem
         one, other = (problem.transfers[schedule[i].transfer] for i in (position - 1, position))
         apart = planned.launch in ended
         if planned.launch == before.launch:
-            same = one.launch_key == other.launch_key and not other.is_dependent
-            apart = not same or planned.issue != before.issue
+            apart = not one.may_share_launch(other) or planned.issue != before.issue
         if apart:
             raise PlanError(
                 f"plan: {planned.name}: expected transfers of launch {planned.launch} to be of one "
                 "kind, group, dtype and format, to follow one another with the same issue, and not "
-                f"to need each other, got it after {before.name}. Give it a launch of its own."
+                f"to need another one, got it after {before.name}. Give it a launch of its own."
             )
 
 

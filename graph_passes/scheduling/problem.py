@@ -96,9 +96,16 @@ class Transfer:
         """Name of the link, on which transfers follow one another."""
         return self.link_name or self.group
 
+    def may_share_launch(self, other: Transfer) -> bool:
+        """Whether the two may be one launch: alike, and neither sends another one's result.
+
+        Within a gap, transfers that send results are issued behind the others.
+        """
+        alike = self._launch_key == other._launch_key
+        return alike and not self.is_dependent and not other.is_dependent
+
     @property
-    def launch_key(self) -> tuple[str, ...]:
-        """Key that is equal for transfers which may share a launch."""
+    def _launch_key(self) -> tuple[str, ...]:
         return self.mark.kind, self.group, self.dtype, self.wire
 
     @property

@@ -193,19 +193,26 @@ class _Emitter:
     def run(self) -> None:
         steps, chains = self._parts.steps, self._parts.chains
         for gap, (issues, waits) in enumerate(by_gap(self._schedule, len(steps))):
-            for placement in issues:
+            # Issued first, a dependent one would pull what it needs out of its launch.
+            for placement in sorted(issues, key=lambda p: self._is_dependent(chains[p.transfer])):
                 self._issue(chains[placement.transfer])
             for placement in waits:
                 self._wait(chains[placement.transfer])
             if gap < len(steps):
                 self._emit(steps[gap])
 
+    def _needed(self, chain: Chain, node: fx.Node) -> list[Chain]:
+        """Return the chains whose results a node of this chain reads."""
+        found = [self._chain_of_result.get(source) for source in node.all_input_nodes]
+        return [other for other in found if other is not None and other is not chain]
+
+    def _is_dependent(self, chain: Chain) -> bool:
+        return any(self._needed(chain, node) for node in (*chain.before, chain.collective))
+
     def _issue(self, chain: Chain) -> None:
         for node in (*chain.before, chain.collective):
-            for source in node.all_input_nodes:
-                other = self._chain_of_result.get(source)
-                if other is not None and other is not chain:
-                    self._wait(other)
+            for other in self._needed(chain, node):
+                self._wait(other)
             self._emit(node)
 
     def _wait(self, chain: Chain) -> None:

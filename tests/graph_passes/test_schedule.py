@@ -31,7 +31,7 @@ from graph_passes.scheduling.simulation import (
     total_ms,
     unscheduled,
 )
-from graph_passes.spec import SpecError, inventory, verify_graph
+from graph_passes.spec import inventory, verify_graph
 
 EVEN = Options(cost=Even(), bucket=False)
 
@@ -140,7 +140,6 @@ def test_random_problems(seed: int, units: int, backward: bool) -> None:
     assert timeline.total_ms <= total_ms(problem, unscheduled(problem)) + 1e-9
 
 
-@pytest.mark.xfail(raises=SpecError, strict=True, reason="the launch of the gathers is torn apart")
 def test_a_gathered_value_is_reduced_in_the_gap_of_a_launch() -> None:
     """Of gathers in one launch, the first is waited for at once, by a reduction of its result."""
     builder = Builder()
@@ -156,8 +155,7 @@ def test_a_gathered_value_is_reduced_in_the_gap_of_a_launch() -> None:
     verify_graph(builder.graph, "planner", before)
 
 
-# Not random: some graphs fail as the one above does, about one in thousands.
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_random_graphs(data: st.DataObject) -> None:
     """The spec holds, nothing is lost, and compute keeps its order, whatever depends on what."""
