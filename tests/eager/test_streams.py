@@ -161,7 +161,9 @@ def _check_order(rank: int, case: str, mode: str = "eager", is_direct: bool = Fa
         model.load_state_dict(start)
     got, recorder = _recorded(rank, case, mode, built=(model, call))
     assert unordered(recorder.program) == [], case
-    assert torch.equal(torch.stack(got), torch.stack(expected)), case
+    # The recorded program reduces by the library, which adds more than two ranks in another order.
+    rtol = 1e-6 if dist.get_world_size() > 2 else 0.0
+    torch.testing.assert_close(torch.stack(got), torch.stack(expected), rtol=rtol, atol=0.0)
     streams = {step.stream for step in recorder.program if isinstance(step, Launch)}
     assert any(name.startswith("communicator") for name in streams), case
     assert COMPUTING in streams, case
