@@ -45,7 +45,6 @@ from fsdp_dynamo.errors import (
 from fsdp_dynamo.events import Event, EventLog, record_events
 from fsdp_dynamo.fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
 from fsdp_dynamo.graph_mode.planning import PlanLog, record_plans
-from fsdp_dynamo.health.comparison import set_agreement_timeout
 from fsdp_dynamo.health.flight_recorder import record_flight
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
@@ -127,7 +126,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "set_abort_on_divergence",
-    "set_agreement_timeout",
     "size_based_auto_wrap_policy",
     "step_on_shards",
     "transformer_auto_wrap_policy",

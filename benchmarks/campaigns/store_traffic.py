@@ -1,17 +1,16 @@
-"""Operations and bytes through the store, counted with simulated ranks.
+"""Operations through the store while a rank is late, counted with simulated ranks over TCP.
 
-Ranks are threads over one store that counts. Operations include the repeated ones of ranks that
-wait, which depend on the machine: thousands of threads share one interpreter. ``looked_at`` is the
-number of different keys that a rank reads, writes or asks for, summed over ranks.
+Each simulated rank has a connection of its own to one TCP store. The number is the most that one
+of the waiting ranks makes; it does not depend on how many they are.
 
-    python benchmarks/campaigns/store_traffic.py [--ranks 8,64,512,4096] [--json FILE]
+    python benchmarks/campaigns/store_traffic.py [--ranks 8,64,512] [--minutes 5] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +18,38 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/support"))
 
-from simulated_ranks import simulate
-from store_protocols import PROTOCOLS
+from simulated_ranks import operations_of_waiting_ranks, simulated_ranks
 
 from benchmarks.command_line import numbers, output_file
 from benchmarks.measure.report import record, table, write
 
 
-def count(name: str, size: int) -> dict[str, Any]:
-    """Traffic of one protocol between so many ranks."""
-    began = time.monotonic()
-    found, traffic = simulate(size, PROTOCOLS[name])
-    messages = {str(one) for one in found if isinstance(one, Exception)}
+def count(size: int, minutes: int, runs_ahead: bool) -> dict[str, Any]:
+    """Operations between so many ranks of which one is late."""
+    with simulated_ranks(size, over_tcp=True) as ranks:
+        most = operations_of_waiting_ranks(ranks, 60 * minutes, runs_ahead)
     return {
-        "protocol": name,
+        "waits": "devices" if runs_ahead else "hosts",
         "ranks": size,
-        "errors": sorted(messages),
-        "looked_at": traffic.looked_at,
-        "operations": traffic.operations,
-        "bytes": traffic.num_bytes,
-        "seconds": round(time.monotonic() - began, 2),
+        "operations": most,
+        "operations a minute": round(most / minutes, 1),
     }
 
 
 def main() -> None:
     """Count, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=numbers, default=[8, 64, 512, 4096])
+    parser.add_argument("--ranks", type=numbers, default=[8, 64, 512])
+    parser.add_argument("--minutes", type=int, default=5)
     parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
-    rows = []
-    for name in PROTOCOLS:
-        for size in arguments.ranks:
-            rows.append(count(name, size))
-            print(rows[-1], flush=True)
-    header = [key for key in rows[0] if key != "errors"]
-    print(table(header, [[str(row[key]) for key in header] for row in rows]))
+    warnings.simplefilter("ignore", UserWarning)  # of the late rank
+    rows = [
+        count(size, arguments.minutes, runs_ahead)
+        for runs_ahead in (False, True)
+        for size in arguments.ranks
+    ]
+    print(table(list(rows[0]), [list(map(str, row.values())) for row in rows]))
     if arguments.json is not None:
         write(arguments.json, record("store traffic", rows=rows))
 

@@ -25,9 +25,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.process_groups import new_group
-from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, Interruptible, notice_for
-from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError, first_line
-from fsdp_dynamo.health.comparison import checked_seconds
+from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, Interruptible, notice
+from fsdp_dynamo.errors import (
+    CheckpointError,
+    DivergenceError,
+    FSDPError,
+    FSDPValueError,
+    first_line,
+)
 from fsdp_dynamo.health.flight_recorder import listed
 from fsdp_dynamo.health.notices import link_groups
 from fsdp_dynamo.health.store import shared_store
@@ -88,8 +93,12 @@ def set_arrival_timeout(seconds: float) -> None:
     Raises:
         FSDPValueError: not a number above 0.
     """
-    fix = "Pass how late a rank may begin to save or load."
-    STATE.arrival_timeout_s = checked_seconds(seconds, "set_arrival_timeout()", fix)
+    if not (isinstance(seconds, (int, float)) and seconds > 0):
+        raise FSDPValueError(
+            f"set_arrival_timeout(): expected a number of seconds above 0, got {seconds!r}. Pass "
+            "how late a rank may begin to save or load."
+        )
+    STATE.arrival_timeout_s = float(seconds)
 
 
 # -- groups ----------------------------------------------------------------------------------------
@@ -203,7 +212,7 @@ class RankCoordinator:
             with Interruptible(self.group):
                 yield
         except RuntimeError as error:
-            cause = notice_for(self.group) or error
+            cause = notice() or error
             self.give_up()
             raise _unreachable_error(self.rank, self.size, cause) from error
 

@@ -378,6 +378,7 @@ def new_group(
 _MAX_BESIDE = 256
 """Number of ranks up to which each may have a connection to every other one."""
 _BESIDE_TIMEOUT = timedelta(seconds=60)
+"""Limit for the connections; waits in the group last as long as in the one beside it."""
 
 
 def make_side_group(group: dist.ProcessGroup) -> None:
@@ -391,6 +392,7 @@ def make_side_group(group: dist.ProcessGroup) -> None:
     try:
         ranks = dist.get_process_group_ranks(group)
         side.group = new_group([group], ranks, "a side group", "gloo", _BESIDE_TIMEOUT)
+        side.group.set_timeout(timedelta(seconds=group_timeout_s(group)))
     except FSDPError:
         raise
     except RuntimeError as error:

@@ -14,7 +14,6 @@ stays blocked, the communicators are aborted, which frees a host that waits for 
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 import threading
@@ -75,6 +74,11 @@ class SideGroup:
     group: dist.ProcessGroup | None = None
 
 
+def beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the gloo group beside a group, if there is one, else the group."""
+    return state_of(group, SideGroup).group or group
+
+
 def gone_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
     """Return the ranks to which the connection of a gloo group, or of its side group, is closed.
 
@@ -82,7 +86,7 @@ def gone_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
     operation. The operation here is a receive that nobody answers and nobody waits for. ``ranks``
     are global and do not include this one.
     """
-    probed = state_of(group, SideGroup).group or group
+    probed = beside(group)
     return [rank for rank in ranks if _is_closed(probed, dist.get_group_rank(probed, rank))]
 
 
@@ -160,7 +164,7 @@ def peer_failure_message(
 
 _LOOKS_UNTIL_OVERDUE = 3
 _LOOKS_UNTIL_BLOCKED = 3
-_LOOKS_UNTIL_GONE = 10
+_LOOKS_UNTIL_GONE = 8
 _SPOILED = (
     "Parameters may hold what collectives did not bring, or brought from other units: go on from a "
     "checkpoint."
@@ -180,27 +184,36 @@ class _Pending:
 
     Attributes:
         run: default process group when the first wait began.
-        num_looks: looks for which the oldest point has been unreached.
+        num_added: number of waits so far.
+        num_blocked: looks for which the oldest point has been unreached.
+        num_idle: looks without a wait.
     """
 
     def __init__(self) -> None:
         self.run = _current_run()
         self.points: deque[Reachable] = deque()
-        self._oldest: Reachable | None = None
-        self.num_looks = 0
+        self.num_added = 0
+        self.num_blocked = self.num_idle = 0
+        self._seen: tuple[Reachable | None, int] = None, 0
 
-    def is_overdue(self) -> bool:
-        """Whether the oldest point has been unreached for several looks; drops reached points."""
+    def look(self) -> None:
+        """Drop points that were reached, and count."""
         try:
             while self.points and self.points[0].is_reached:
                 self.points.popleft()
         except RuntimeError:  # the device has failed; the main thread gets its own error
             self.points.clear()
         oldest = self.points[0] if self.points else None
-        is_same = oldest is not None and oldest is self._oldest
-        self.num_looks = self.num_looks + 1 if is_same else 0
-        self._oldest = oldest
-        return self.num_looks >= _LOOKS_UNTIL_OVERDUE
+        before, num_before = self._seen
+        self.num_blocked = self.num_blocked + 1 if oldest is not None and oldest is before else 0
+        is_idle = oldest is None and self.num_added == num_before
+        self.num_idle = self.num_idle + 1 if is_idle else 0
+        self._seen = oldest, self.num_added
+
+    @property
+    def num_overdue(self) -> int:
+        """Number of looks for which the stream has been blocked for too long to be busy."""
+        return max(0, self.num_blocked - _LOOKS_UNTIL_OVERDUE + 1)
 
 
 def _current_run() -> weakref.ref[dist.ProcessGroup] | None:
@@ -236,6 +249,7 @@ class DeviceWaits:
             with self._lock:
                 pending = self._pending[group] = _Pending()
         pending.points.append(point)
+        pending.num_added += 1
 
     def _now(self) -> dict[dist.ProcessGroup, _Pending]:
         """Points of the groups of this run."""
@@ -243,19 +257,18 @@ class DeviceWaits:
         with self._lock:
             return {group: one for group, one in self._pending.items() if one.run == run}
 
-    def look(self) -> list[tuple[dist.ProcessGroup, bool]]:
-        """Return all groups of this run, each with whether its oldest wait is overdue.
+    def look(self) -> list[tuple[dist.ProcessGroup, int, int]]:
+        """Return all groups of this run, with the numbers of looks overdue and idle.
 
         A group without waits is included, since another rank may wait for it. Groups of a destroyed
         run are left out, since their store may be gone. Empty after a failure.
         """
         if self._failure is not None and self._failure.is_of_this_run:
             return []
-        return [(group, pending.is_overdue()) for group, pending in self._now().items()]
-
-    def num_looks(self, group: dist.ProcessGroup) -> int:
-        """Return for how many looks a group's oldest point has been unreached."""
-        return self._pending[group].num_looks
+        groups = self._now()
+        for one in groups.values():
+            one.look()
+        return [(group, one.num_overdue, one.num_idle) for group, one in groups.items()]
 
     # -- the error -----------------------------------------------------------------------------
 
@@ -290,8 +303,10 @@ class DeviceWaits:
         failure.num_looks += 1
         if failure.num_looks > _LOOKS_UNTIL_BLOCKED:
             failure.report_once()
-            is_overdue = [one.is_overdue() for one in self._now().values()]
-            if self.aborts and not failure.has_aborted and any(is_overdue):
+            waiting = self._now().values()
+            for one in waiting:
+                one.look()
+            if self.aborts and not failure.has_aborted and any(one.num_overdue for one in waiting):
                 failure.has_aborted = True
                 # On a thread of its own, since an abort may hang.
                 threading.Thread(target=_abort_communicators, daemon=True).start()
@@ -365,40 +380,105 @@ PERIOD_S = 1.0
 STORE_TIMEOUT_S = 5.0
 """Limit for diagnostics, since the store may be on the rank that has stopped."""
 
-_MAX_IDLE_PERIODS = 30
+_MAX_IDLE_PERIODS = 60
 _INTERRUPT_TAG = 0x0D000001
 
-_Wait = tuple[int, dist.ProcessGroup]
-_Check = Callable[[dist.ProcessGroup], None]
-_Deliver = Callable[[DivergenceError], None]
+_FIRST_LOOKS = frozenset({1, 2, 3, 5, 8, 12, 18})
+_LOOK_EVERY = 15
+
+
+def is_look(num_periods: int) -> bool:
+    """Whether a wait that has lasted so many periods is looked at; more and more seldom.
+
+    Each look reads the store, which thousands of ranks share.
+    """
+    return num_periods in _FIRST_LOOKS or (num_periods > 0 and num_periods % _LOOK_EVERY == 0)
+
+
+class _SpareLooks:
+    """Looks that a rank may take although no stream is blocked, as another rank may ask for it.
+
+    Two a minute, most of them saved for the time after the last wait.
+    """
+
+    _MOST, _PERIODS_EACH, _FIRST = 4.0, 30, 3
+
+    def __init__(self) -> None:
+        self._number = self._MOST
+        self._next = self._FIRST
+
+    def take(self, num_idle: int) -> bool:
+        """Whether to look now, in another period, after so many periods without a wait."""
+        self._number = min(self._number + 1 / self._PERIODS_EACH, self._MOST)
+        if num_idle == 0:
+            self._next = self._FIRST
+        takes = self._number >= (1 if num_idle >= self._next else self._MOST)
+        if takes:
+            self._number -= 1
+            self._next = max(self._next, 2 * num_idle)
+        return takes
+
+
+class Monitor(Protocol):
+    """What the watchdog asks other ranks during long waits (``health.notices``)."""
+
+    def look(self, group: dist.ProcessGroup, num_periods: int, runs_ahead: bool) -> None:
+        """Look once during a wait; raise ``DivergenceError`` for a failure of other ranks.
+
+        Args:
+            num_periods: for how many periods this rank has waited.
+            runs_ahead: a stream waits, not the host.
+        """
+
+    def look_in_passing(self) -> None:
+        """Look although this rank does not wait, since another one may; raises as ``look``."""
+
+    def raise_notice(self) -> None:
+        """Raise the error that another rank has posted, without counting it as raised."""
+
+    def count_raised(self, error: DivergenceError) -> None:
+        """Count an error as raised by this rank; post it unless another rank has posted it."""
+
+    def report_blocked(self, error: DivergenceError) -> None:
+        """Report an error that no wait raises because the host is blocked by its device."""
+
+
+@dataclass
+class _Wait:
+    """Wait of a thread.
+
+    Attributes:
+        group: group whose log has the collective.
+        through: group that communicates.
+        num_periods: for how many periods it has lasted.
+    """
+
+    group: dist.ProcessGroup
+    through: dist.ProcessGroup
+    num_periods: int = 0
 
 
 class _Watchdog:
-    """Thread that checks long waits; it ends after a period without waits.
+    """Thread that looks at long waits; it ends after a period without waits.
 
     Attributes:
         on_devices: waits of streams.
-        watched: what to do for each group, see ``enable_watchdog``.
-        check_others: check for groups that are not in ``watched``; ``None``: none is watched yet.
-        deliver: posts an error to other ranks; ``None`` as above.
+        monitor: asks other ranks; ``None``: nothing is watched yet.
         closed: why the connections of a group were closed, which gloo does not remember.
     """
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
         self.on_devices = DeviceWaits()
-        self.watched: WeakKeyDictionary[dist.ProcessGroup, Watched] = WeakKeyDictionary()
-        self.check_others: _Check | None = None
-        self.deliver: _Deliver | None = None
+        self.monitor: Monitor | None = None
         self.closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictionary()
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_alive = False
         self._reported: set[str] = set()
 
-    def begin(self, group: dist.ProcessGroup) -> None:
+    def begin(self, wait: _Wait) -> None:
         """Register that the calling thread starts to wait for a collective."""
-        self._waits[threading.get_ident()] = (next(self._numbers), group)
+        self._waits[threading.get_ident()] = wait
         self.ensure_running()
 
     def end(self) -> None:
@@ -429,25 +509,41 @@ class _Watchdog:
     def _watch(self) -> None:
         idle = 0
         while idle < _MAX_IDLE_PERIODS or not self._ends():
-            before = dict(self._waits)
+            before = list(self._waits.values())
             time.sleep(PERIOD_S)
-            now = dict(self._waits)
+            now = list(self._waits.values())
             idle = 0 if before or now or self.on_devices else idle + 1
-            for group in {now[t][1] for t in now if before.get(t) == now[t]}:
-                if self.error_for(group) is not None:
-                    _close_connections(group)
+            for wait in before:
+                if any(wait is one for one in now):
+                    self._look_at_host(wait)
             self._look_at_devices()
 
+    def _look_at_host(self, wait: _Wait) -> None:
+        wait.num_periods += 1
+        if is_look(wait.num_periods) and self._error_of_look(wait.group, wait.num_periods, False):
+            _close_connections(wait.through)
+
     def _look_at_devices(self) -> None:
-        for group, is_overdue in self.on_devices.look():
-            error = self._error_on_device(group, is_overdue)
-            if error is not None:
-                if self.deliver is not None:
-                    with suppress(RuntimeError):  # the store is gone
-                        self.deliver(error)
-                self.on_devices.fail(error, self.watched[group].report_blocked)
-                break
+        groups = self.on_devices.look()
+        error = None
+        for group, num_overdue, _ in groups:
+            if is_look(num_overdue):
+                error = error or self._error_of_look(group, num_overdue, True)
+            # Ranks that have done their part may end while slow work is still before the wait.
+            if error is None and num_overdue == _LOOKS_UNTIL_GONE:
+                error = _failure_of_gone(group)
+        num_idle = min((idle for *_, idle in groups), default=0)
+        if state_of(dist.group.WORLD, _SpareLooks).take(num_idle) and not error:
+            error = self._error_of_look()
+        if error is not None:
+            self._fail(error)
         self.on_devices.look_after_failure()
+
+    def _fail(self, error: DivergenceError) -> None:
+        assert self.monitor is not None
+        with suppress(RuntimeError):  # the store is gone
+            self.monitor.count_raised(error)
+        self.on_devices.fail(error, self.monitor.report_blocked)
 
     def _ends(self) -> bool:
         """Whether the thread ends now, which it does not if a wait has begun in the meantime."""
@@ -457,43 +553,19 @@ class _Watchdog:
             self._is_alive = bool(self._waits) or bool(self.on_devices)
             return not self._is_alive
 
-    def check_for(self, group: dist.ProcessGroup) -> _Check | None:
-        """Return the check for a group; ``None`` if no group is watched."""
-        own = self.watched.get(group)
-        return self.check_others if own is None else own.check
-
-    def error_for(self, group: dist.ProcessGroup) -> DivergenceError | None:
-        """Return the error of a notice, or of diverged ranks, if there is one."""
-        check = self.check_for(group)
-        if check is None:
-            return None
+    def _error_of_look(self, *wait: Any) -> DivergenceError | None:
+        """Return the error of a notice, or of diverged ranks; without a wait, look in passing."""
         try:
-            check(group)
+            if self.monitor is not None:
+                self.monitor.look(*wait) if wait else self.monitor.look_in_passing()
         except DivergenceError as error:
             return error
-        except RuntimeError:  # the store or the group is gone: the waits fail by themselves
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # the store or the group is gone: waits fail by themselves
             pass
         return None
-
-    def _error_on_device(
-        self, group: dist.ProcessGroup, is_overdue: bool
-    ) -> DivergenceError | None:
-        """Return an error if this rank's streams are overdue, or another rank asks for a check."""
-        watched = self.watched.get(group)
-        if watched is None:
-            return None
-        try:
-            if is_overdue:
-                watched.ask()
-            elif not watched.is_asked():
-                return None
-            error = self.error_for(group)
-            # Ranks that have done their part may end while slow work is still before the wait.
-            if error is None and self.on_devices.num_looks(group) >= _LOOKS_UNTIL_GONE:
-                error = _failure_of_gone(group)
-            return error
-        except (RuntimeError, ValueError):  # the store or the group is gone
-            return None
 
 
 def _warn_of_failure(error: Exception) -> None:
@@ -545,37 +617,9 @@ def report_failure_at_exit() -> None:
     _watchdog.on_devices.report_now()
 
 
-@dataclass(frozen=True)
-class Watched:
-    """Actions of the watchdog for a group. Must not refer to the group, which would never be freed.
-
-    Attributes:
-        check: publishes this rank's collectives; raises ``DivergenceError`` if there is a notice or
-            ranks have diverged.
-        ask: asks the other ranks to check, too.
-        is_asked: whether another rank has asked since the last call of ``ask`` or ``is_asked``.
-        report_blocked: called with an error that no wait raises because the host is blocked by its
-            device.
-    """
-
-    check: _Check
-    ask: Callable[[], None]
-    is_asked: Callable[[], bool]
-    report_blocked: Callable[[DivergenceError], None]
-
-
-def enable_watchdog(
-    group: dist.ProcessGroup, own: Watched, check_others: _Check, deliver: _Deliver
-) -> None:
-    """Let a notice end the waits for a group's collectives.
-
-    Args:
-        check_others: check for groups that have none of their own.
-        deliver: posts an error that is about to be raised, unless it comes from a notice, and
-            counts it as heard.
-    """
-    _watchdog.watched[group] = own
-    _watchdog.check_others, _watchdog.deliver = check_others, deliver
+def set_monitor(monitor: Monitor) -> None:
+    """Watch waits from now on, and let failures of other ranks end them."""
+    _watchdog.monitor = monitor
 
 
 def wait_with_watchdog(
@@ -619,7 +663,7 @@ def wait_on_device(
             work.wait()
     except RuntimeError as error:
         raise refusal_of(error, group, entry) from None
-    if group in _watchdog.watched:
+    if _watchdog.monitor is not None and group.size() > 1:
         _watchdog.on_devices.add(group, streams.after_current())
         _watchdog.ensure_running()
 
@@ -649,7 +693,7 @@ def watched(group: dist.ProcessGroup, kind: str, use: str, numel: int = 0) -> It
     raise_if_failed()
     entry = record(group, kind, "", numel, use)
     try:
-        with Interruptible(group):
+        with Interruptible(group, beside(group)):
             yield
     except RuntimeError as error:
         cause = None if isinstance(error, FSDPError) else _cause(error, group, None, entry)
@@ -659,25 +703,30 @@ def watched(group: dist.ProcessGroup, kind: str, use: str, numel: int = 0) -> It
 
 
 class Interruptible:
-    """Context for waits for other ranks; a notice makes them fail with an error of gloo's."""
+    """Context for a wait for other ranks; a notice makes it fail with an error of gloo's.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._is_watched = _watchdog.check_others is not None
+    Args:
+        group: group whose log has the collective.
+        through: group that communicates, if it is another one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, through: dist.ProcessGroup | None = None) -> None:
+        self._wait = _Wait(group, through or group)
+        self._is_watched = _watchdog.monitor is not None
 
     def __enter__(self) -> None:
         if self._is_watched:
-            _watchdog.begin(self._group)
+            _watchdog.begin(self._wait)
 
     def __exit__(self, *_: object) -> None:
         if self._is_watched:
             _watchdog.end()
 
 
-def notice_for(group: dist.ProcessGroup) -> DivergenceError | None:
-    """Return the error that another rank has posted, without counting it as heard."""
-    check = _watchdog.check_for(group)
-    raised = None if check is None else run_with_timeout(STORE_TIMEOUT_S, partial(check, group))
+def notice() -> DivergenceError | None:
+    """Return the error that another rank has posted, without counting it as raised."""
+    monitor = _watchdog.monitor
+    raised = None if monitor is None else run_with_timeout(STORE_TIMEOUT_S, monitor.raise_notice)
     return raised if isinstance(raised, DivergenceError) else None
 
 
@@ -716,13 +765,13 @@ def _cause(
             f"{known} The process group has no connections since: start all ranks again, or make a "
             "new group and wrap the model again."
         )
-    failure = _watchdog.on_devices.failure() or notice_for(group)
+    failure = _watchdog.on_devices.failure() or notice()
     if failure is None:
         message = peer_failure_message(error, group, peer, entry)
         if message is None:
             return None
         failure = RankFailedError(message)
     _watchdog.closed[group] = type(failure)(str(failure))  # without the traceback's frames
-    if _watchdog.deliver is not None:
-        run_with_timeout(STORE_TIMEOUT_S, partial(_watchdog.deliver, failure))
+    if _watchdog.monitor is not None:
+        run_with_timeout(STORE_TIMEOUT_S, partial(_watchdog.monitor.count_raised, failure))
     return failure

@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger
+from torch._dynamo.callback import (  # no public API reports compilations
+    CallbackArgs,
+    CallbackTrigger,
+    callback_handler,
+)
 
 from fsdp_dynamo.dynamo.untraced import UNDER_LOCK, untraced
 
@@ -105,4 +109,26 @@ def _write(text: str) -> None:
 
 compilations = CompilationProgress()
 
-__all__ = ["CompilationProgress", "compilations", "is_recompile", "told"]
+
+def report_compilations() -> None:
+    """Report long compilations until ``torch.compiler.reset``."""
+    if compilations.end not in callback_handler.end_callbacks:
+        callback_handler.register_start_callback(compilations.begin)
+        callback_handler.register_end_callback(compilations.end)
+
+
+def report_this_compilation() -> None:
+    """Report the compilation in progress, unless it is reported already."""
+    if compilations.end not in callback_handler.end_callbacks:
+        report_compilations()
+        compilations.begin(None)
+
+
+__all__ = [
+    "CompilationProgress",
+    "compilations",
+    "is_recompile",
+    "report_compilations",
+    "report_this_compilation",
+    "told",
+]

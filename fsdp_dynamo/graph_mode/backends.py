@@ -28,7 +28,11 @@ from fsdp_dynamo.dynamo.private_api import (
     nothing_donated,
     one_schema_a_region,
 )
-from fsdp_dynamo.dynamo.progress import compilations
+from fsdp_dynamo.dynamo.progress import (
+    compilations,
+    report_compilations,
+    report_this_compilation,
+)
 from fsdp_dynamo.graph_mode.compile_cache import (
     compile_once,
     graph_key,
@@ -59,7 +63,6 @@ from fsdp_dynamo.graph_mode.stretch_compiler import Partitioner, StretchCompiler
 from fsdp_dynamo.graph_mode.trace import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_mode.traced_unit import copy_shared_inputs
 from fsdp_dynamo.graph_mode.unshard_operators import collectives_of, share_unshards, unshard_nodes
-from fsdp_dynamo.health.late_ranks import announce_compilations, announce_this_compilation
 from graph_passes.graph_pass import GraphPass
 from graph_passes.pipeline import Pipeline, default_passes
 from graph_passes.regions.outlining import outline_regions
@@ -98,7 +101,7 @@ Options = Mapping[str, Any] | None
 
 def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     """Parse the options, share unshards, and make equal unit bodies regions."""
-    announce_this_compilation()
+    report_this_compilation()
     compilations.describe(_what_for(gm))
     warn_if_the_graph_breaks(gm)
     parsed = GraphOptions.parse(options)
@@ -239,4 +242,4 @@ def fsdp_dynamo(
 for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):
     declare_mode(_backend, GRAPH_MODE)
     register_backend(_backend, name=_backend.__name__)
-announce_compilations()
+report_compilations()

@@ -1,8 +1,8 @@
 """Comparison of the order of collectives between ranks that wait for each other.
 
 In normal operation nothing is exchanged. A rank that waits for longer than a second writes its last
-collectives to the store and reads those of several other ranks. Ranks have diverged at the first
-number under which two of them issued different collectives.
+collectives to the store and reads those of several other ranks; of two ranks, the one that writes
+last compares. They have diverged at the first number under which they issued different collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.collective_log import Entry, recent
-from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.errors import with_section
 
 CAUSE = (
@@ -23,49 +22,67 @@ CAUSE = (
     "order, then start all ranks again."
 )
 
+GRAPHS = "the comparison of compiled graphs"
+"""``Entry.use`` where ranks compare a new graph."""
+
 _MAX_EXCHANGED = 128
 """Number of collectives that ranks exchange."""
 
 
-class _Comparisons:
-    """Number of comparisons that this rank has made in a group."""
-
-    count = 0
-
-
-def find_order_mismatch(
-    group: dist.ProcessGroup, store: Any, name: str, most: int = _MAX_EXCHANGED
-) -> str | None:
-    """Publish this rank's collectives of a group; return an error message if another rank's differ.
+class Comparison:
+    """Comparison of the collectives that the ranks of a group have issued.
 
     Args:
-        name: distinguishes groups of the same ranks; equal on all ranks.
-        most: number of collectives that are published and compared.
+        name: distinguishes groups; equal on all ranks of the group.
+
+    Attributes:
+        is_due: whether this rank compares at its next look.
     """
-    own = recent(group, most)
-    ranks = dist.get_process_group_ranks(group)
-    rank = ranks[group.rank()]
-    store.set(f"order/{name}/{rank}", json.dumps(own))
-    comparisons = state_of(group, _Comparisons)
-    turn, comparisons.count = comparisons.count, comparisons.count + 1
-    for other in _compared_with(ranks, group.rank(), turn):
-        found = _first_difference(own, issued_by(store, name, other))
-        if found is not None:
-            return _message(rank, other, *found)
-    return None
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_due = False
+        self._turn = 0
+        self._written = 0, 0  # number of collectives, and how many of them were written
 
-def issued_by(store: Any, name: str, rank: int) -> list[Entry]:
-    """Return the last collectives of a group that a rank has published, oldest first.
+    def message(
+        self, group: dist.ProcessGroup, store: Any, most: int = _MAX_EXCHANGED
+    ) -> str | None:
+        """Write this rank's collectives; return an error message if another rank's differ.
 
-    Args:
-        name: name of the group, see ``find_order_mismatch``.
-        rank: global rank.
-    """
-    key = f"order/{name}/{rank}"
-    if not store.check([key]):
-        return []
-    return [Entry(*entry) for entry in json.loads(store.get(key))]
+        Args:
+            store: the job's.
+            most: number of collectives that are written and compared.
+        """
+        own = recent(group, most)
+        ranks = dist.get_process_group_ranks(group)
+        rank = ranks[group.rank()]
+        if own and self._written != (written := (own[-1].number + 1, most)):
+            store.set(self._key(rank), json.dumps(own))
+            self._written = written
+        turn, self._turn = self._turn, self._turn + 1
+        for other in _compared_with(ranks, group.rank(), turn):
+            found = _first_difference(own, self._issued_by(store, other))
+            if found is not None:
+                return _message(rank, other, *found)
+        return None
+
+    def unseen_before(self, group: dist.ProcessGroup, store: Any) -> int | None:
+        """Return the rank before this one, if it has not written this rank's last collective."""
+        ranks = dist.get_process_group_ranks(group)
+        before = ranks[group.rank() - 1]
+        number, _ = self._written
+        theirs = self._issued_by(store, before)
+        return before if not theirs or theirs[-1].number + 1 < number else None
+
+    def _issued_by(self, store: Any, rank: int) -> list[Entry]:
+        """Return the last collectives that a rank has written, oldest first."""
+        # One operation, which also returns if there is no value yet.
+        value = store.compare_set(self._key(rank), "", "")
+        return [Entry(*entry) for entry in json.loads(value)] if value else []
+
+    def _key(self, rank: int) -> str:
+        return f"order/{self.name}/{rank}"
 
 
 def _compared_with(ranks: Sequence[int], position: int, turn: int) -> list[int]:
@@ -94,8 +111,9 @@ def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[En
 def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
     """Error message, equal on both ranks: the lower rank's collective is the expected one."""
     (first, expected), (second, got) = sorted([(rank, mine), (other, theirs)])
+    is_graph_alone = GRAPHS in (expected.use, got.use)
     return with_section(
         f"step {expected.step}, {expected.subject}: expected rank {second} to issue what rank "
         f"{first} does, {expected.description()}, got {got.description()}. {CAUSE}",
-        "other-units-on-one-rank",
+        "another-graph-on-one-rank" if is_graph_alone else "other-units-on-one-rank",
     )

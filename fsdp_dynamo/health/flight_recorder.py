@@ -446,21 +446,10 @@ def _record_in(path: Path) -> dict[str, Any] | None:
 
 
 # -- rank ranges -----------------------------------------------------------------------------------
-# Ranks as ranges, which keeps records and messages short.
+# Ranks as ranges, which keeps messages short.
 
-
-Ranges = Sequence[tuple[int, int]]
-"""First and last rank of each run of consecutive ranks."""
 
 _MOST_LISTED = 12
-
-
-def ranges_by_text(texts: Mapping[int, str]) -> list[tuple[str, Ranges]]:
-    """Return each distinct text once, with the ranks that have it."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks_of.setdefault(text, []).append(rank)
-    return [(text, _ranges(ranks)) for text, ranks in ranks_of.items()]
 
 
 def listed(ranks: Iterable[int]) -> str:
@@ -477,7 +466,8 @@ def listed(ranks: Iterable[int]) -> str:
     return ", ".join(pieces) + (f" and {left} more" if left else "")
 
 
-def _ranges(ranks: Iterable[int]) -> Ranges:
+def _ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and last rank of each run of consecutive ranks."""
     found: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if found and found[-1][1] == rank - 1:

@@ -1,28 +1,27 @@
 """Agreement on compiled graphs: all ranks run the same collectives, or all ranks raise.
 
 Mismatched collectives do not fail: they hang, or exchange the wrong data. So the first collective
-of every compiled graph carries the graph's fingerprint. Before a fingerprint is first used, each
-rank puts a digest of it into the store. The rank that comes first collects and publishes the
-digests, and all ranks compare them.
-
-A rank that alone recompiled waits in vain for the digests of its peers. It posts a notice when it
-sees that a peer has issued a collective beyond this rank's last one. Peers that are blocked there
-find the notice and raise the same error.
+of every compiled graph carries the graph's fingerprint, and ranks compare a fingerprint before they
+first use it. A rank that alone has compiled again waits for that in vain, while the others wait in
+the next collective: ranks that wait compare what they have issued, and find the difference.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.errors import DivergenceError, with_section
-from fsdp_dynamo.health.comparison import exchange_texts, first_difference
-from fsdp_dynamo.health.late_ranks import CAUSE, Awaited
-from fsdp_dynamo.health.notices import link_groups, linked_stores, raise_on_all_ranks
+from fsdp_dynamo.health.collective_order import GRAPHS
+from fsdp_dynamo.health.comparison import first_difference, texts_if_different
+from fsdp_dynamo.health.notices import link_groups, raise_on_all_ranks
 from fsdp_dynamo.health.store import shared_store
 from graph_passes.text.listing import SEPARATOR, alone, describe_entry
+
+_CAUSE = (
+    "Ranks took different branches, or models, shapes or dtypes differ between ranks: make them "
+    "the same on all ranks, then start all ranks again."
+)
 
 
 class _AgreedGraphs(set[str]):
@@ -49,24 +48,14 @@ def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
 
 def _require_same_graph(fingerprint: str) -> None:
     """Compare a fingerprint within each of the graph's groups in turn."""
-    groups_by_ranks = _groups_of(fingerprint)
-    for groups in groups_by_ranks.values():
+    for ranks, groups in _groups_of(fingerprint).items():
         link_groups(groups)
-    stores = linked_stores()
-    for ranks in [ranks for ranks in groups_by_ranks if ranks in stores]:
-        group, own = groups_by_ranks[ranks][0], _fingerprint_for(ranks, fingerprint)
-        _compare(group, stores[ranks], own)
-
-
-def _compare(group: dist.ProcessGroup, store: Any, own: str) -> None:
-    expected = f"all ranks to compile a graph with collectives, as rank {dist.get_rank()} did"
-    name = f"compiled graph that begins with {describe_entry(own.split(SEPARATOR)[0])}"
-    texts = exchange_texts(group, store, "graph", own, Awaited(name, lambda _: expected))
-    ranks = list(texts)
-    for rank in ranks[1:]:
-        if texts[rank] != texts[ranks[0]]:
-            message = _difference_message(ranks[0], rank, texts[ranks[0]], texts[rank])
-            raise_on_all_ranks(group, DivergenceError(message))
+        own = _fingerprint_for(ranks, fingerprint)
+        texts = texts_if_different(groups[:1], GRAPHS, own)
+        if texts is not None:
+            other = next(rank for rank in ranks if texts[rank] != texts[ranks[0]])
+            message = _difference_message(ranks[0], other, texts[ranks[0]], texts[other])
+            raise_on_all_ranks(DivergenceError(message))
 
 
 def _resolve(entry: str) -> tuple[str, dist.ProcessGroup]:
@@ -117,6 +106,6 @@ def _difference_message(first: int, other: int, of_first: str, of_other: str) ->
     one, two = ("".join(entries[position : position + 1]) for entries in shown)
     return with_section(
         f"compiled graph, collective {position}: expected rank {other} to issue what rank {first} "
-        f"does: {describe_entry(one)}, got {describe_entry(two)}. {CAUSE}",
+        f"does: {describe_entry(one)}, got {describe_entry(two)}. {_CAUSE}",
         "another-graph-on-one-rank",
     )

@@ -9,8 +9,6 @@ none is needed, because each message carries a tag for its collective.
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
 
@@ -20,11 +18,10 @@ from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, refuse_results
 from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.errors import DivergenceError, with_section
 from fsdp_dynamo.events import num_steps
-from fsdp_dynamo.health.collective_order import CAUSE, find_order_mismatch
-from fsdp_dynamo.health.notices import linked_groups, linked_stores, raise_on_all_ranks
+from fsdp_dynamo.health.collective_order import CAUSE
+from fsdp_dynamo.health.notices import compare_now, raise_on_all_ranks
 
 _USE = "the comparison of collectives"
-_POLL_S = 0.5
 
 
 def compare_periodically(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -54,9 +51,9 @@ class _Comparison:
         self._in_flight = [copy for copy in self._in_flight if copy not in done]
         self._in_flight.append(_started(group, self._device))
         if any(largest != -negated_smallest for largest, negated_smallest in results):
-            error = DivergenceError(_message(group))
+            error = compare_now(group, STORE_TIMEOUT_S) or DivergenceError(_unknown())
             refuse_results(error)
-            raise_on_all_ranks(group, error)
+            raise_on_all_ranks(error)
 
 
 @torch.no_grad()
@@ -73,16 +70,7 @@ def _started(group: dist.ProcessGroup, device: torch.device) -> HostCopy:
     return streams.copy_to_host(values, after=work)
 
 
-def _message(group: dist.ProcessGroup) -> str:
-    """Describe the first difference; ranks find it by exchanging their logs."""
-    until = time.monotonic() + STORE_TIMEOUT_S
-    for linked, name, ranks in linked_groups():
-        while linked is group and time.monotonic() < until:
-            store = linked_stores()[ranks]
-            found = find_order_mismatch(group, store, name, collective_log.MAX_ENTRIES)
-            if found is not None:
-                return found
-            time.sleep(_POLL_S)
+def _unknown() -> str:
     return with_section(
         f"step {num_steps()}: expected the same collectives on all ranks, got others on some rank, "
         f"not among the last {collective_log.MAX_ENTRIES} that ranks have shown. {CAUSE}",

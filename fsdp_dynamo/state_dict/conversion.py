@@ -20,7 +20,7 @@ from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.dtensors import local_of, whole_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter, shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
-from fsdp_dynamo.health.store import exchange_device
+from fsdp_dynamo.health.comparison import exchange_device
 
 
 def gather_params(flat: FlatParameter) -> Iterator[torch.Tensor]:

@@ -28,23 +28,18 @@ from torch.distributed.tensor import DTensor
 from fsdp_dynamo import (
     FSDP,
     DivergenceError,
-    FSDPValueError,
     RankFailedError,
     ShardingStrategy,
-    set_agreement_timeout,
 )
-from fsdp_dynamo.comm import collectives, watchdog
-from fsdp_dynamo.health import late_ranks, notices
+from fsdp_dynamo.comm import collective_log, collectives, watchdog
+from fsdp_dynamo.health import notices
 from fsdp_dynamo.health.comparison import require_same, share_from_first
 from fsdp_dynamo.health.graph_agreement import require_agreement
 from fsdp_dynamo.health.notices import link_groups
-from fsdp_dynamo.health.store import shared_store
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.text.listing import SEPARATOR, describe_entry, fingerprint
 
 NUM_STEPS = 4
-TIMEOUT_S = 1.0  # of agreements, where a rank is not to be waited for
-LONGER_S = 2.0
 PERIOD_S = 0.2  # of the watcher
 LIMIT_S = 10.0  # the promise
 BOUND_S = 45.0  # on a busy machine; a hang would last as long as the group's timeout, 60 s
@@ -93,8 +88,6 @@ def run_differently(rank: int, world_size: int, order: list[int], mode: str) -> 
     if rank == world_size - 1:
         plain.order = order
     model = in_mode(wrapped, mode, bucket=False)
-    late_ranks.announce_compilations()
-    dist.barrier()
     return outcome(lambda: model(torch.randn(2, 16)).square().mean().backward())
 
 
@@ -130,14 +123,13 @@ def test_ranks_that_agree_go_on(rank: int) -> None:
     A graph is compared once: a forward and a backward.
     """
     model = in_mode(FSDP(Branching(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), "graph")
-    store = shared_store(world())  # of the run that wrapping has begun
     for step in range(NUM_STEPS):
         if rank and step == 0:
             time.sleep(0.5)
         model(torch.randn(4 if rank and step == 2 else 2, 16)).square().mean().backward()
         if step < 2:
-            keys = [f"graph/{number}/digest/{rank}" for number in range(1, 9)]
-            assert sum(store.check([key]) for key in keys) == 2
+            uses = [entry.use for entry in collective_log.recent(world(), 100)]
+            assert uses.count("the comparison of compiled graphs") == 2
 
 
 def test_fingerprint() -> None:
@@ -159,41 +151,22 @@ def test_fingerprint() -> None:
 # -- texts -----------------------------------------------------------------------------------------
 
 
-def compare_texts(rank: int, world_size: int, how: str) -> list[str]:
-    """Two exchanges between ranks of which one differs, is late, or does not come."""
-    set_agreement_timeout(TIMEOUT_S if how in ("busy", "absent") else None)
-    odd = rank == 1
-    if how == "busy" and odd:
-        with late_ranks.busy():  # as while a frame is compiled
-            with late_ranks.busy():
-                time.sleep(0.1)
-            time.sleep(LONGER_S)
-    text = "aaaa" * 100 + ("x" if odd and how == "differs" else "b")
-    try:
-        if how == "absent" and odd:
-            return ["absent"]
-        return [outcome(lambda: require_same(world(), "plan", text)) for _ in range(2)]
-    finally:
-        dist.barrier()  # who is absent stays until the others have noticed
-        set_agreement_timeout(None)
+@on_ranks(3)
+def test_texts_are_compared(rank: int) -> None:
+    text = "aaaa" * 100
+    for _ in range(2):
+        require_same(world(), "plan", f"{text}b")
+    odd = f"{text}{'x' if rank == 1 else 'b'}"
+    with pytest.raises(DivergenceError, match="the same plan on all ranks") as raised:
+        require_same(world(), "plan", odd)
+    assert re.search(r"got '.*aaax' on rank\(s\) 1", str(raised.value))
 
 
-@pytest.mark.parametrize("how", ["equal", "busy"])
-def test_equal_texts_agree(ranks: RankPool, how: str) -> None:
-    assert ranks.run(compare_texts, 3, how) == [["None", "None"]] * 3
-
-
-def test_texts_are_compared(ranks: RankPool) -> None:
-    differing = ranks.run(compare_texts, 3, "differs")
-    assert len({answer[0] for answer in differing}) == 1
-    assert "the same plan on all ranks" in differing[0][0]
-    assert "on rank(s) 1" in differing[0][0]
-    assert "aaax' on" in differing[0][0]
-    first, absent, other = ranks.run(compare_texts, 3, "absent")
-    assert absent == ["absent"]
-    for answer in (first, other):
-        assert "the plan of rank(s) 1" in answer[0]
-        assert "nothing from rank(s) 1 within 1 s" in answer[0]
+@on_ranks(2)
+def test_ranks_that_compare_different_things(rank: int) -> None:
+    """Of which the texts are equal."""
+    with pytest.raises(DivergenceError, match="'plan 0' as on rank 0, got 'plan 1'"):
+        require_same(world(), f"plan {rank}", "")
 
 
 def wrap_with(rank: int, world_size: int, odd: str) -> str:
@@ -226,42 +199,10 @@ def test_builds_for_other_accelerators_agree(ranks: RankPool) -> None:
     assert ranks.run(wrap_with, 3, "2.13.0+cpu") == [FSDP.__name__] * 3
 
 
-@on_ranks(2)
-def test_ranks_that_wait_for_each_other(rank: int) -> None:
-    """While both compile, each wants to compare what the other never will."""
-    began = time.monotonic()
-    with late_ranks.busy():
-        message = outcome(lambda: require_same(world(), f"plan {rank}", ""))
-    texts = [
-        f"plan {rank}: expected the plan {rank} of rank(s) {1 - rank}, "
-        f"got a wait for the plan {1 - rank} on rank {1 - rank}"
-        for rank in range(2)
-    ]
-    assert message.startswith(tuple(texts))  # of the rank that has noticed it first
-    assert time.monotonic() - began < BOUND_S
-
-
-@on_ranks(2)
-def test_compilations_are_announced(rank: int) -> None:
-    """This rank's announcements in the store during and after compilations."""
-    store = dist.distributed_c10d._get_default_store()
-    seen: list[str] = []
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        late_ranks.announce_this_compilation()
-        seen.append(store.get(f"fsdp_dynamo/health/busy/{rank}").decode())
-        return gm.forward
-
-    for function in (torch.neg, torch.abs):  # the second is announced from its begin on
-        torch.compile(function, backend=backend)(torch.ones(2))
-        seen.append(store.get(f"fsdp_dynamo/health/busy/{rank}").decode())
-    assert seen == ["1", "0", "1", "0"]
-
-
-@pytest.mark.parametrize("how", ["slow", "fails", "absent"])
+@pytest.mark.parametrize("how", ["slow", "fails"])
 @on_ranks(3)
 def test_the_first_rank_decides(rank: int, how: str) -> None:
-    """It may be slow, fail once, when all raise once, or not come, which is noticed."""
+    """It may be slow, or fail once, when all raise once."""
     calls = 0
 
     def make() -> str:
@@ -270,23 +211,15 @@ def test_the_first_rank_decides(rank: int, how: str) -> None:
         if how == "fails" and calls == 1:
             raise ValueError("no such budget")
         if how == "slow":
-            time.sleep(LONGER_S)
+            time.sleep(2 * PERIOD_S)
         return f"made by {rank}"
 
     def decide() -> str:
         return outcome(lambda: share_from_first(world(), "plan", make), ValueError)
 
-    set_agreement_timeout(TIMEOUT_S if how != "fails" else None)
-    try:
-        if how == "absent":
-            assert rank == 0 or "the plan of rank(s) 0" in decide()
-            return
-        failed = "plan: rank 0 failed: ValueError: no such budget" if rank else "no such budget"
-        assert decide() == (failed if how == "fails" else "made by 0")
-        assert decide() == "made by 0"
-    finally:
-        dist.barrier()
-        set_agreement_timeout(None)
+    failed = "plan: rank 0 failed: ValueError: no such budget" if rank else "no such budget"
+    assert decide() == (failed if how == "fails" else "made by 0")
+    assert decide() == "made by 0"
 
 
 def test_without_a_shared_store(tmp_path: Path) -> None:
@@ -310,14 +243,15 @@ def test_long_waits(rank: int, how: str) -> None:
     when rank 0 has seen them and closed its connections.
     """
     group = world()
-    store = shared_store(group)
+    store = dist.distributed_c10d._get_default_store()
     with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S * (8 if rank == 2 else 1)):
         require_agreement(group, f"all_gather x#0 float32 1 - - {group.group_name}")
         output = torch.ones(3)
         if rank == 1:
             time.sleep(4 * PERIOD_S)
             if how == "never":
-                notices.post_notice(store, DivergenceError("rank 1 does not come"))
+                with pytest.raises(DivergenceError):
+                    notices.raise_on_all_ranks(DivergenceError("rank 1 does not come"))
                 store.wait(["ended/0", "ended/2"], timedelta(seconds=BOUND_S))  # connected
                 return
         if how == "reduce":  # on a thread of gloo's, not by sends and receives
@@ -338,18 +272,11 @@ def test_two_groups_of_the_same_ranks(rank: int) -> None:
             require_same(group, "plan", f"text {number}")
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_bad_timeout(seconds: float) -> None:
-    with pytest.raises(FSDPValueError, match="a number of seconds above 0"):
-        set_agreement_timeout(seconds)
-
-
 # -- late, and no more than that -------------------------------------------------------------------
 
 
 def _come_late(rank: int, world_size: int) -> list[str]:
     """Rank 1 comes when another has warned; returns each rank's warnings."""
-    late_ranks.publish_state()
     store = dist.distributed_c10d._get_default_store()
     entry = f"all_gather x#0 float32 1 - - {world().group_name}"
     told: list[str] = []
@@ -358,9 +285,10 @@ def _come_late(rank: int, world_size: int) -> list[str]:
         told.append(str(message))
         store.set("warned", "")
 
-    with mock.patch.object(late_ranks, "WARN_S", 0.5), warnings.catch_warnings():
+    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S / 2), warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = tell  # type: ignore[assignment]
+        link_groups([world()])
         if rank == 1:
             store.wait(["warned"], timedelta(seconds=BOUND_S))
         require_agreement(world(), entry)
@@ -368,16 +296,12 @@ def _come_late(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_late_rank_is_named_and_waited_for(ranks: RankPool) -> None:
-    """Before a new graph, with no other timeout than the group's.
-
-    Ranks 0 and 2 wait. The one that came first reads for both, and warns.
-    """
-    first, late, other = ranks.run(_come_late, 3)
-    assert late == []
-    (told,) = first + other
-    assert told.startswith("compiled graph that begins with all_gather")
-    assert re.search(r"rank [02] has waited \d+ s for rank\(s\) 1 \(process \d+ on ", told)
-    assert "at most for 60 s" in told
+    """By the rank behind it, with no other timeout than the group's."""
+    first, late, behind = ranks.run(_come_late, 3)
+    assert first == late == []
+    (told,) = behind
+    assert told.startswith("rank 2 has waited 12 s for the all-reduce for the comparison of ")
+    assert "rank 1 has not come to it" in told
 
 
 # -- one that does something else ------------------------------------------------------------------
@@ -406,8 +330,8 @@ def test_a_rank_that_issues_another_collective(ranks: RankPool) -> None:
     """As one that compiles again while the other goes on."""
     message, other = ranks.run(_issue_another, 2)
     assert message == other
-    assert "as rank 1 did, got the all-gather of unit 'blocks.0' (2 elements, forward" in message
-    assert "on rank 0, which rank 1 has not come to" in message
+    assert "expected rank 1 to issue what rank 0 does, the all-gather of unit 'blocks.0'" in message
+    assert "got the all-reduce for the comparison of compiled graphs" in message
 
 
 @on_ranks(2)
@@ -416,7 +340,7 @@ def test_a_rank_that_has_ended(rank: int) -> None:
     if rank == 1:
         return
     began = time.monotonic()
-    text = r"^rank 1: expected the plan of rank\(s\) 1, got a closed connection"
+    text = "^rank 1: expected its part of the all-reduce for plan .*, got a closed connection"
     with pytest.raises(RankFailedError, match=text):
         require_same(world(), "plan", "one")
     assert time.monotonic() - began < LIMIT_S
@@ -447,7 +371,7 @@ def test_a_rank_that_is_killed_while_it_compiles(ranks: RankPool, tmp_path: Path
     is_answer, answer = answers[0]
     assert is_answer, answer
     message, seconds = answer
-    assert "RankFailedError: rank 1: expected the options of torch.compile" in message
+    assert "rank 1: expected its part of the all-reduce for options of torch.compile" in message
     assert "got a closed connection. It has ended or was killed" in message
     assert seconds < BOUND_S
 

@@ -26,7 +26,8 @@ from fsdp_dynamo.comm import collective_log, collectives, process_groups, watchd
 from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.comm.watchdog import DeviceWaits, SideGroup, gone_ranks
 from fsdp_dynamo.events import num_steps
-from fsdp_dynamo.health import flight_recorder, notices, periodic_comparison
+from fsdp_dynamo.health import flight_recorder, periodic_comparison
+from fsdp_dynamo.health.collective_order import Comparison
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 PERIOD_S = 0.1
@@ -128,7 +129,7 @@ def test_a_rank_that_dies(rank: int) -> None:
 def test_a_late_rank_is_waited_for(rank: int) -> None:
     """Until the other one has compared what they have issued, twice."""
     store: Any = dist.distributed_c10d._get_default_store()
-    compare, compared = notices.find_order_mismatch, []
+    compare, compared = Comparison.message, []
 
     def compare_and_tell(*args: Any) -> str | None:
         result = compare(*args)
@@ -139,7 +140,7 @@ def test_a_late_rank_is_waited_for(rank: int) -> None:
 
     with (
         _on_device("eager") as (device, _, run),
-        mock.patch.object(notices, "find_order_mismatch", compare_and_tell),
+        mock.patch.object(Comparison, "message", compare_and_tell),
     ):
         if rank == 1:
             store.wait(["compared"], timedelta(seconds=LIMIT_S))
@@ -156,12 +157,12 @@ def test_what_is_overdue() -> None:
     waits, group, first, second = DeviceWaits(), mock.Mock(), _Point(), _Point()
     waits.add(group, first)
     waits.add(group, second)
-    assert [waits.look() for _ in range(4)] == [[(group, late)] for late in (False,) * 3 + (True,)]
+    assert [waits.look() for _ in range(5)] == [[(group, late, 0)] for late in (0, 0, 0, 1, 2)]
     first.is_reached = True
-    assert waits.look() == [(group, False)]  # it moves: another one may take as long
+    assert waits.look() == [(group, 0, 0)]  # it moves: another one may take as long
     assert waits
     second.is_reached = True
-    assert waits.look() == [(group, False)]
+    assert [waits.look() for _ in range(2)] == [[(group, 0, 1)], [(group, 0, 2)]]
     assert not waits
     waits.add(group, _Point())
     assert waits

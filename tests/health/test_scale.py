@@ -1,93 +1,83 @@
-"""What goes through the store grows with the number of ranks, at worst times its logarithm."""
+"""What goes through the store does not grow with the number of ranks, and does not flood it."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-from simulated_ranks import simulate
-from store_protocols import PROTOCOLS
+from simulated_ranks import Group, operations_of_waiting_ranks, simulated_ranks, wait
 
-from fsdp_dynamo import CheckpointError, DivergenceError
+from fsdp_dynamo import CheckpointError, DivergenceError, RankFailedError
 from fsdp_dynamo.checkpoint import storage
 from fsdp_dynamo.checkpoint.manifest import SHARED_FILE, FileChecksum, Manifest, rank_file
 from fsdp_dynamo.checkpoint.storage import INDEX_FILE
-from fsdp_dynamo.comm import collective_log
-from fsdp_dynamo.health import late_ranks
-from fsdp_dynamo.health.collective_order import find_order_mismatch
-from fsdp_dynamo.health.comparison import require_same
+from fsdp_dynamo.comm.watchdog import _SpareLooks
+from fsdp_dynamo.health import notices
 from fsdp_dynamo.health.flight_recorder import listed
-from fsdp_dynamo.health.store import shared_store
 
-FEW, MANY = 16, 128
-MOST = MANY * math.log2(MANY) / (FEW * math.log2(FEW))
-SLACK = 1.5  # numbers of ranks have more digits; some ranks look before others have written
+A_MINUTE = 60  # periods
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_traffic(name: str) -> None:
-    _, few = simulate(FEW, PROTOCOLS[name])
-    found, many = simulate(MANY, PROTOCOLS[name])
-    assert many.looked_at <= SLACK * MOST * few.looked_at
-    assert many.num_bytes <= SLACK * MOST * few.num_bytes
-    assert many.longest_key <= few.longest_key + 3  # digits
-    if name == "a graph of 100 units is compared":
-        assert set(found) == {None}
-    elif name == "one rank has another graph":
-        assert {type(error) for error in found} == {DivergenceError}
-        assert len(set(map(str, found))) == 1
-        assert f"expected rank {MANY - 1} to issue what rank 0 does" in str(found[0])
-    elif name == "one rank fails while it wraps":
-        failures = {rank: "ValueError: no such width" if rank == 1 else "" for rank in range(MANY)}
-        assert all(each == failures for each in found)
+@pytest.mark.filterwarnings("ignore:rank")
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_rank_that_is_late_for_five_minutes(runs_ahead: bool) -> None:
+    """Each rank that waits for it makes ten operations a minute, whatever their number."""
+    with simulated_ranks(8, over_tcp=True) as few, simulated_ranks(64) as many:
+        most, of_many = (
+            operations_of_waiting_ranks(ranks, 5 * A_MINUTE, runs_ahead) for ranks in (few, many)
+        )
+        assert 0 < most <= of_many <= most + 2 <= 50
+        assert few[-1].store.num_operations <= 1
 
 
-@pytest.mark.parametrize("odd", [{0}, {31, 32}, set(range(0, MANY, 2))])
+def test_ranks_that_do_notwait() -> None:
+    """Two looks a minute, and some more after the last collective; each is one operation."""
+    looks = _SpareLooks()
+    assert sum(looks.take(0) for _ in range(10 * A_MINUTE)) <= 21
+    assert [idle for idle in range(1, 30) if looks.take(idle)] == [3, 6, 12, 24]
+    with simulated_ranks(2) as (rank, _):
+        rank.begin()
+        before = rank.store.num_operations
+        with rank.acting():
+            notices._monitor.look_in_passing()
+        assert rank.store.num_operations == before + 1
+
+
+@pytest.mark.parametrize("odd", [{0}, {31, 32}, set(range(0, 128, 2))])
 def test_any_ranks_that_issue_something_else_are_found(odd: set[int]) -> None:
-    def job(group: Any) -> str | None:
-        store = shared_store(group)
-        label = "other" if group.rank() in odd else "block"
-        collective_log.record(group, "all_gather", label, 10)
-        find_order_mismatch(group, store, "1")
-        group.meeting.wait()
-        return find_order_mismatch(group, store, "1")
-
-    messages = [found for found in simulate(MANY, job)[0] if found is not None]
-    assert messages
-    assert all("unit 'other'" in str(one) and "unit 'block'" in str(one) for one in messages)
+    """Every rank raises the same error within some periods."""
+    with simulated_ranks(128) as ranks:
+        for rank in ranks:
+            rank.begin("other" if rank.number in odd else "block")
+        errors = wait(ranks, 3)
+    assert set(errors) == set(range(128))
+    (message,) = set(errors.values())
+    assert "unit 'other'" in message
+    assert "unit 'block'" in message
 
 
-def test_the_rank_that_reads_for_all_is_stopped() -> None:
-    """Before it has published: it shows no life, so it is late."""
-
-    def job(group: Any) -> None:
-        if group.rank() == 1:
-            shared_store(group).compare_set("same/plan/1/digest/first", "", "1")
-        group.meeting.wait()
-        if group.rank() != 1:
-            require_same(group, "plan", "text")
-
-    first, stopped, other = simulate(3, job, timeout_s=0.2)[0]
-    assert stopped is None
-    for error in (first, other):
-        assert isinstance(error, DivergenceError)
-        assert "the plan of rank(s) 1" in str(error)
+def test_a_rank_whose_device_does_not_stand_still_compares_if_asked() -> None:
+    with simulated_ranks(2) as (waiting, other):
+        waiting.begin("block")
+        other.begin("other")
+        assert wait([waiting], 1, runs_ahead=True) == {}
+        with other.acting(), pytest.raises(DivergenceError, match="unit 'other'"):
+            notices._monitor.look_in_passing()
+        assert set(wait([waiting], 2)) == {0}
 
 
-def test_messages_are_short_however_many_ranks_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_ranks, "WARN_S", 0.1)
-
-    def job(group: Any) -> None:
-        if group.rank() == 0:
-            require_same(group, "plan", "text")
-
-    with pytest.warns(UserWarning, match=r"rank 0 has waited 0 s for rank\(s\) 1 \(") as told:
-        error, *_ = simulate(MANY, job, timeout_s=0.5)[0]
-    assert f"the plan of rank(s) 1 to {MANY - 1}, got" in str(error)
-    assert f", 5 to {MANY - 1}. They" in str(told[0].message)
-    assert len(str(error)) + len(str(told[0].message)) < 1500
+def test_a_failure_reaches_ranks_that_share_a_group_with_others() -> None:
+    """Two rows and columns, and a pair that shares nothing with them."""
+    groups = [(0, 1), (2, 3), (0, 2), (1, 3), (4, 5)]
+    with simulated_ranks(6) as ranks:
+        for rank in ranks:
+            own = [Group(group, rank.number) for group in groups if rank.number in group]
+            rank.world.groups = own  # type: ignore[attr-defined]  # keeps them alive
+            with rank.acting():
+                notices.link_groups(own)  # type: ignore[arg-type]
+        with ranks[0].acting(), pytest.raises(RankFailedError):
+            notices.raise_on_all_ranks(RankFailedError("rank 0 has failed"))
+        assert wait(ranks, 1) == dict.fromkeys((1, 2, 3), "rank 0 has failed")
 
 
 def test_ranks_in_messages() -> None:

@@ -224,7 +224,7 @@ def test_the_watcher_survives_an_error() -> None:
     seen = threading.Semaphore(0)
     failing = True
 
-    def check(group: object) -> None:
+    def look(*_: object, **__: object) -> None:
         seen.release()
         if failing:
             raise LookupError("as asked")
@@ -234,8 +234,8 @@ def test_the_watcher_survives_an_error() -> None:
         mock.patch.object(watchdog.warnings, "warn") as warn,
     ):
         watcher = watchdog._Watchdog()
-        watcher.check_others = check
-        watcher.begin(mock.Mock())
+        watcher.monitor = mock.Mock(look=look)
+        watcher.begin(watchdog._Wait(mock.Mock(), mock.Mock()))
         try:
             for _ in range(3):
                 assert seen.acquire(timeout=LIMIT_S)

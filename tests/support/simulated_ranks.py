@@ -1,182 +1,153 @@
-"""Thousands of ranks as threads over one store that counts what goes through it.
+"""Many ranks of one process, each with a connection to a store whose operations are counted.
 
 Only what goes through the store is simulated: there are no processes, and no collectives.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
-from fsdp_dynamo.health import comparison, late_ranks, store
-
-T = TypeVar("T")
-_STACK_BYTES = 1 << 18
-_LIMIT_S = 120.0
-_POLL_S = (0.05, 2.0)  # thousands of threads share an interpreter
-_current = threading.local()
+from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo.comm.watchdog import is_look
+from fsdp_dynamo.errors import DivergenceError
+from fsdp_dynamo.health import notices, store
 
 
-@dataclass
-class Traffic:
-    """What has gone through a store.
+class Group:
+    """A group, as one of its ranks has it.
 
-    Attributes:
-        operations: how many, repeated ones of ranks that wait included.
-        num_bytes: of keys and values in both directions, without those of ``check``.
-        keys: that each rank has looked at or written.
+    Args:
+        ranks: global ranks.
+        rank: this one, a global rank.
     """
 
-    operations: int = 0
-    num_bytes: int = 0
-    keys: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks, self._position = tuple(ranks), list(ranks).index(rank)
 
-    @property
-    def looked_at(self) -> int:
-        """Different keys that each rank has looked at or written, summed over ranks."""
-        return sum(map(len, self.keys.values()))
+    def rank(self) -> int:
+        """Return the position in the group."""
+        return self._position
 
-    @property
-    def longest_key(self) -> int:
-        """Characters of the longest key."""
-        return max(len(key) for keys in self.keys.values() for key in keys)
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
 
 
-class CountingStore:
-    """A store in this process, with the methods that the package uses."""
+class _Connection:
+    """A connection to a store, and how many operations went through it."""
 
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+    def __init__(self, to: Any) -> None:
+        self._to = to
+        self.num_operations = 0
 
-    def _count(self, key: str, *values: bytes) -> None:
-        self.traffic.operations += 1
-        self.traffic.keys[_current.rank].add(key)
-        if values:
-            self.traffic.num_bytes += len(key) + sum(map(len, values))
-
-    def set(self, key: str, value: str) -> None:
-        with self._lock:
-            self._values[key] = value.encode()
-            self._count(key, self._values[key])
-
-    def get(self, key: str) -> bytes:
-        with self._lock:  # the package asks for keys that are there
-            self._count(key, self._values[key])
-            return self._values[key]
-
-    def check(self, keys: Sequence[str]) -> bool:
-        with self._lock:
-            for key in keys:
-                self._count(key)
-            return all(key in self._values for key in keys)
-
-    def add(self, key: str, number: int) -> int:
-        with self._lock:
-            total = int(self._values.get(key, b"0")) + number
-            self._values[key] = str(total).encode()
-            self._count(key, self._values[key])
-            return total
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        with self._lock:
-            value = self._values.setdefault(key, desired.encode()) if not expected else b""
-            assert value, "only for keys that are not there yet"
-            self._count(key, value)
-            return value
-
-
-class _Prefixed:
-    """As torch's ``PrefixStore``."""
-
-    def __init__(self, prefix: str, of: CountingStore) -> None:
-        self._prefix, self._of = prefix, of
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._of, name)
-
-        def call(key: str | list[str], *args: Any) -> Any:
-            keys = [f"{self._prefix}/{one}" for one in ([key] if isinstance(key, str) else key)]
-            return method(keys if name == "check" else keys[0], *args)
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.num_operations += 1
+            return getattr(self._to, name)(*args)
 
         return call
 
 
-class _Group:
-    """The group of all ranks, as one of them has it."""
+class _Prefixed:
+    """``PrefixStore`` of a ``_Connection``."""
 
-    def __init__(self, rank: int, ranks: Sequence[int], meeting: threading.Barrier) -> None:
-        self._rank, self.ranks, self.meeting = rank, ranks, meeting
+    def __init__(self, prefix: str, of: Any) -> None:
+        self._prefix, self._of = prefix, of
 
-    def rank(self) -> int:
-        return self._rank
+    def __getattr__(self, name: str) -> Any:
+        def call(key: str | list[str], *args: Any) -> Any:
+            if isinstance(key, list):
+                return getattr(self._of, name)([f"{self._prefix}/{one}" for one in key], *args)
+            return getattr(self._of, name)(f"{self._prefix}/{key}", *args)
 
-    def size(self) -> int:
-        return len(self.ranks)
+        return call
 
 
-class _Groups:
-    @property
-    def WORLD(self) -> _Group:  # noqa: N802
-        group: _Group = _current.group
-        return group
+class Rank:
+    """A simulated rank.
+
+    Attributes:
+        number: global rank.
+        world: the default group.
+        store: its connection.
+    """
+
+    def __init__(self, number: int, size: int, to: Any) -> None:
+        self.number = number
+        self.world = Group(range(size), number)
+        self.store = _Connection(to)
+
+    def begin(self, label: str = "block") -> None:
+        """Link the default group, and issue a collective."""
+        with self.acting():
+            notices.link_groups([self.world])  # type: ignore[list-item]
+        self.issue(label)
+
+    def issue(self, label: str = "block") -> None:
+        """Issue a collective of the default group."""
+        with self.acting():
+            collective_log.record(self.world, "all_gather", label, 10)  # type: ignore[arg-type]
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Let the process be this rank inside the context."""
+        with ExitStack() as patches:
+            for target, name, value in (
+                (dist, "get_rank", lambda *_: self.number),
+                (dist, "get_process_group_ranks", lambda group: list(group.ranks)),
+                (dist, "is_initialized", lambda: True),
+                (dist, "group", mock.Mock(WORLD=self.world)),
+                (store, "default_store", lambda: self.store),
+                (store, "PrefixStore", _Prefixed),
+            ):
+                patches.enter_context(mock.patch.object(target, name, value))
+            yield
+
+
+def wait(ranks: Sequence[Rank], num_periods: int, runs_ahead: bool = False) -> dict[int, str]:
+    """Let ranks wait for a collective; returns the errors of those that raise and so wait no more.
+
+    Args:
+        num_periods: how long.
+        runs_ahead: devices wait, not hosts.
+    """
+    errors: dict[int, str] = {}
+    for period in filter(is_look, range(1, num_periods + 1)):
+        for rank in [rank for rank in ranks if rank.number not in errors]:
+            try:
+                with rank.acting():
+                    notices._monitor.look(rank.world, period, runs_ahead)  # type: ignore[arg-type]
+            except DivergenceError as error:
+                errors[rank.number] = str(error)
+    return errors
+
+
+def operations_of_waiting_ranks(ranks: Sequence[Rank], num_periods: int, runs_ahead: bool) -> int:
+    """Let all ranks wait for the last one; returns the most operations that one has made."""
+    waiting = ranks[:-1]
+    for rank in ranks:
+        rank.begin()
+    for rank in waiting:
+        rank.issue()
+    before = [rank.store.num_operations for rank in waiting]
+    assert wait(waiting, num_periods, runs_ahead) == {}
+    return max(r.store.num_operations - n for r, n in zip(waiting, before, strict=True))
 
 
 @contextmanager
-def _one_process(shared: CountingStore, timeout_s: float) -> Iterator[None]:
-    """What the package asks torch.distributed, answered for the rank of the thread that asks."""
-    with ExitStack() as patches:
-        for target, name, value in (
-            (dist, "get_rank", lambda *_: _current.rank),
-            (dist, "get_process_group_ranks", lambda group: group.ranks),
-            (dist, "is_initialized", lambda: True),
-            (dist, "group", _Groups()),
-            (store, "default_store", lambda: shared),
-            (late_ranks, "default_store", lambda: shared),
-            (store, "PrefixStore", _Prefixed),
-            (late_ranks, "group_timeout_s", lambda _: _LIMIT_S),
-            (late_ranks, "gone_ranks", lambda *_: []),
-            (comparison, "_timeout_s", timeout_s),
-            (comparison, "_POLL_S", _POLL_S),
-        ):
-            patches.enter_context(mock.patch.object(target, name, value))
-        yield
-
-
-def simulate(
-    size: int, job: Callable[[Any], T], timeout_s: float = _LIMIT_S
-) -> tuple[list[T | Exception], Traffic]:
-    """Run ``job(group)`` on each of so many ranks at the same time.
-
-    All of them meet at ``group.meeting.wait()``. ``timeout_s`` is for ``set_agreement_timeout``;
-    thousands of threads are slow.
-
-    Returns:
-        What each returned or raised, and what went through their store.
-    """
-    shared, ranks = CountingStore(), range(size)
-    meeting = threading.Barrier(size, timeout=_LIMIT_S)
-
-    def run(rank: int) -> T | Exception:
-        _current.rank, _current.group = rank, _Group(rank, ranks, meeting)
-        try:
-            return job(_current.group)
-        except Exception as error:
-            return error
-
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        with _one_process(shared, timeout_s), ThreadPoolExecutor(size) as pool:
-            found = list(pool.map(run, ranks))
-    finally:
-        threading.stack_size(before)
-    return found, shared.traffic
+def simulated_ranks(size: int, *, over_tcp: bool = False) -> Iterator[list[Rank]]:
+    """Ranks over one store; over TCP, with a connection each."""
+    if not over_tcp:
+        shared = dist.HashStore()
+        yield [Rank(number, size, shared) for number in range(size)]
+        return
+    server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    yield [
+        Rank(number, size, dist.TCPStore("127.0.0.1", server.port, None, is_master=False))
+        for number in range(size)
+    ]
