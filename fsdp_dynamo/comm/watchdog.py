@@ -8,8 +8,8 @@ healthy transfers. Instead a watchdog thread checks the store for groups whose w
 than a period, and closes a group's connections only if there is a notice. That ends the wait.
 
 On a device a wait blocks a stream, not the host. The thread then checks groups whose streams are
-blocked (``DeviceWaits``). If ranks have diverged, the next wait raises the error. Where a stream
-stays blocked, the communicators are aborted, which frees a host that waits for its device.
+blocked (``comm.device_waits``). If ranks have diverged, the next wait raises the error. Where a
+stream stays blocked, the communicators are aborted, which frees a host that waits for its device.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import threading
 import time
 import traceback
 import warnings
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.collective_log import FULL_PARAMS, Entry, recent, record
+from fsdp_dynamo.comm.device_waits import device_waits
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.comm.point_to_point import UnreachableError, Work, peer_of
@@ -153,226 +152,6 @@ def peer_failure_message(
     return with_section(f"{message}{_FULL_PARAMS_FIX}", "other-units-on-one-rank")
 
 
-# -- device waits ----------------------------------------------------------------------------------
-# The watchdog thread watches waits that the main thread enqueues on a device's streams.
-#
-# Behind each wait for a collective, an event is recorded on the waiting stream. Events hold no
-# tensors, while a backend's handle would keep the collective's output allocated. An event that is
-# not reached only shows that the stream is blocked or slow. To find out which, ranks compare their
-# collectives (``health.collective_order``).
-
-
-_LOOKS_UNTIL_OVERDUE = 3
-_LOOKS_UNTIL_BLOCKED = 3
-_LOOKS_UNTIL_GONE = 8
-_SPOILED = (
-    "Parameters may hold what collectives did not bring, or brought from other units: go on from a "
-    "checkpoint."
-)
-
-
-class Reachable(Protocol):
-    """Point on a stream."""
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether the stream has reached the point; does not block."""
-
-
-class _Pending:
-    """Unreached points behind one group's waits, oldest first.
-
-    Attributes:
-        run: default process group when the first wait began.
-        num_added: number of waits so far.
-        num_blocked: looks for which the oldest point has been unreached.
-        num_idle: looks without a wait.
-    """
-
-    def __init__(self) -> None:
-        self.run = _current_run()
-        self.points: deque[Reachable] = deque()
-        self.num_added = 0
-        self.num_blocked = self.num_idle = 0
-        self._seen: tuple[Reachable | None, int] = None, 0
-
-    def look(self) -> None:
-        """Drop points that were reached, and count."""
-        try:
-            while self.points and self.points[0].is_reached:
-                self.points.popleft()
-        except RuntimeError:  # the device has failed; the main thread gets its own error
-            self.points.clear()
-        oldest = self.points[0] if self.points else None
-        before, num_before = self._seen
-        self.num_blocked = self.num_blocked + 1 if oldest is not None and oldest is before else 0
-        is_idle = oldest is None and self.num_added == num_before
-        self.num_idle = self.num_idle + 1 if is_idle else 0
-        self._seen = oldest, self.num_added
-
-    @property
-    def num_overdue(self) -> int:
-        """Number of looks for which the stream has been blocked for too long to be busy."""
-        return max(0, self.num_blocked - _LOOKS_UNTIL_OVERDUE + 1)
-
-
-def _current_run() -> weakref.ref[dist.ProcessGroup] | None:
-    world = dist.group.WORLD
-    return None if world is None else weakref.ref(world)
-
-
-class DeviceWaits:
-    """Waits of streams for collectives by group, and the error that the next wait raises.
-
-    The enqueuing thread adds points; the watchdog thread looks at them. Groups are not kept alive.
-
-    Attributes:
-        aborts: a wait that is overdue after an error aborts the communicators.
-    """
-
-    def __init__(self) -> None:
-        self._pending: WeakKeyDictionary[dist.ProcessGroup, _Pending] = WeakKeyDictionary()
-        self._lock = threading.Lock()  # guards the keys of _pending
-        self._failure: _Failure | None = None
-        self.aborts = True
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to look at."""
-        if self._failure is not None and self._failure.is_of_this_run and self._failure.report:
-            return True
-        return any(one.points for one in self._now().values())
-
-    def add(self, group: dist.ProcessGroup, point: Reachable) -> None:
-        """Watch a point behind a wait for one of a group's collectives."""
-        pending = self._pending.get(group)
-        if pending is None:
-            with self._lock:
-                pending = self._pending[group] = _Pending()
-        pending.points.append(point)
-        pending.num_added += 1
-
-    def _now(self) -> dict[dist.ProcessGroup, _Pending]:
-        """Points of the groups of this run."""
-        run = _current_run()
-        with self._lock:
-            return {group: one for group, one in self._pending.items() if one.run == run}
-
-    def look(self) -> list[tuple[dist.ProcessGroup, int, int]]:
-        """Return all groups of this run, with the numbers of looks overdue and idle.
-
-        A group without waits is included, since another rank may wait for it. Groups of a destroyed
-        run are left out, since their store may be gone. Empty after a failure.
-        """
-        if self._failure is not None and self._failure.is_of_this_run:
-            return []
-        groups = self._now()
-        for one in groups.values():
-            one.look()
-        return [(group, one.num_overdue, one.num_idle) for group, one in groups.items()]
-
-    # -- the error -----------------------------------------------------------------------------
-
-    def fail(
-        self, error: DivergenceError, report: Callable[[DivergenceError], None] | None
-    ) -> None:
-        """Make the next wait raise an error, whatever its group.
-
-        ``report`` is called with the error if no wait raises it soon.
-        """
-        self._failure = _Failure(type(error)(f"{error} {_SPOILED}"), report, _current_run())
-
-    def failure(self) -> DivergenceError | None:
-        """Return the error given to ``fail`` in this run, a new object at every call, to raise."""
-        if self._failure is None:
-            return None
-        if not self._failure.is_of_this_run:  # from groups that were destroyed since
-            self._failure = None
-            return None
-        self._failure.report = None
-        return type(self._failure.error)(str(self._failure.error))
-
-    def look_after_failure(self) -> None:
-        """Report an error that no wait has raised for several looks; end waits that are overdue.
-
-        Other ranks have seen the notice by then. An abort earlier would give them errors of the
-        backend in place of it.
-        """
-        failure = self._failure
-        if failure is None or not failure.is_of_this_run:
-            return
-        failure.num_looks += 1
-        if failure.num_looks > _LOOKS_UNTIL_BLOCKED:
-            failure.report_once()
-            waiting = self._now().values()
-            for one in waiting:
-                one.look()
-            if self.aborts and not failure.has_aborted and any(one.num_overdue for one in waiting):
-                failure.has_aborted = True
-                # On a thread of its own, since an abort may hang.
-                threading.Thread(target=_abort_communicators, daemon=True).start()
-
-    def report_now(self) -> None:
-        """Report the error at once, if no wait has raised it."""
-        if self._failure is not None and self._failure.is_of_this_run:
-            self._failure.report_once()
-
-
-class _Failure:
-    """Error that waits raise.
-
-    Attributes:
-        error: the error.
-        report: reports it; ``None`` once it is reported or raised.
-        run: default process group at that time.
-        num_looks: looks since then.
-        has_aborted: whether the communicators were aborted.
-    """
-
-    def __init__(
-        self,
-        error: DivergenceError,
-        report: Callable[[DivergenceError], None] | None,
-        run: weakref.ref[dist.ProcessGroup] | None,
-    ) -> None:
-        self.error, self.report, self.run = error, report, run
-        self.num_looks = 0
-        self.has_aborted = False
-
-    @property
-    def is_of_this_run(self) -> bool:
-        return self.run == _current_run()
-
-    def report_once(self) -> None:
-        report, self.report = self.report, None
-        if report is not None:
-            report(self.error)
-
-
-def _abort_communicators() -> None:
-    """End all collectives of this process's devices; gloo's groups ignore it.
-
-    NCCL aborts the communicators as a group: one after the other they may wait for each other.
-    """
-    groups = [*dist.distributed_c10d._world.pg_map]
-    with ExitStack() as stack:
-        backend = next(filter(None, map(_nccl_backend, groups)), None)
-        if backend is not None:
-            backend._group_start()
-            stack.callback(backend._group_end)
-        for group in reversed(groups):
-            try:
-                group.abort()
-            except RuntimeError as error:
-                warnings.warn(f"group {group.name()} was not aborted: {error}", stacklevel=2)
-
-
-def _nccl_backend(group: dist.ProcessGroup) -> Any:
-    """Return the group's NCCL backend, or ``None``."""
-    device = torch.device("cuda")
-    backend = group._get_backend(device) if device in group._device_types else None
-    return backend if hasattr(backend, "_group_start") else None
-
-
 # -- watchdog --------------------------------------------------------------------------------------
 
 
@@ -381,6 +160,7 @@ STORE_TIMEOUT_S = 5.0
 """Limit for diagnostics, since the store may be on the rank that has stopped."""
 
 _MAX_IDLE_PERIODS = 60
+_PERIODS_UNTIL_GONE = 8
 _INTERRUPT_TAG = 0x0D000001
 
 _FIRST_LOOKS = frozenset({1, 2, 3, 5, 8, 12, 18})
@@ -462,14 +242,14 @@ class _Watchdog:
     """Thread that looks at long waits; it ends after a period without waits.
 
     Attributes:
-        on_devices: waits of streams.
+        aborts: waits of a device that are overdue after an error end.
         monitor: asks other ranks; ``None``: nothing is watched yet.
         closed: why the connections of a group were closed, which gloo does not remember.
     """
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
-        self.on_devices = DeviceWaits()
+        self.aborts = True
         self.monitor: Monitor | None = None
         self.closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -512,7 +292,7 @@ class _Watchdog:
             before = list(self._waits.values())
             time.sleep(PERIOD_S)
             now = list(self._waits.values())
-            idle = 0 if before or now or self.on_devices else idle + 1
+            idle = 0 if before or now or device_waits() else idle + 1
             for wait in before:
                 if any(wait is one for one in now):
                     self._look_at_host(wait)
@@ -524,33 +304,33 @@ class _Watchdog:
             _close_connections(wait.through)
 
     def _look_at_devices(self) -> None:
-        groups = self.on_devices.look()
+        waits = device_waits()
+        if waits.has_failed:
+            waits.look_after_failure(self.aborts)
+            return
         error = None
-        for group, num_overdue, _ in groups:
+        num_idle = _MAX_IDLE_PERIODS
+        for group, num_overdue, group_idle in waits.look():
+            num_idle = min(num_idle, group_idle)
             if is_look(num_overdue):
                 error = error or self._error_of_look(group, num_overdue, True)
             # Ranks that have done their part may end while slow work is still before the wait.
-            if error is None and num_overdue == _LOOKS_UNTIL_GONE:
+            if error is None and num_overdue == _PERIODS_UNTIL_GONE:
                 error = _failure_of_gone(group)
-        num_idle = min((idle for *_, idle in groups), default=0)
-        if state_of(dist.group.WORLD, _SpareLooks).take(num_idle) and not error:
-            error = self._error_of_look()
-        if error is not None:
-            self._fail(error)
-        self.on_devices.look_after_failure()
-
-    def _fail(self, error: DivergenceError) -> None:
-        assert self.monitor is not None
-        with suppress(RuntimeError):  # the store is gone
-            self.monitor.count_raised(error)
-        self.on_devices.fail(error, self.monitor.report_blocked)
+        if error is None and num_idle < _MAX_IDLE_PERIODS:
+            spare = state_of(dist.group.WORLD, _SpareLooks)
+            error = self._error_of_look() if spare.take(num_idle) else None
+        if error is not None and self.monitor is not None:
+            with suppress(RuntimeError):  # the store is gone
+                self.monitor.count_raised(error)
+            waits.fail(error, self.monitor.report_blocked)
 
     def _ends(self) -> bool:
         """Whether the thread ends now, which it does not if a wait has begun in the meantime."""
         with self._lock:
             # Set before the check: a wait that begins after it starts another thread.
             self._is_alive = False
-            self._is_alive = bool(self._waits) or bool(self.on_devices)
+            self._is_alive = bool(self._waits) or bool(device_waits())
             return not self._is_alive
 
     def _error_of_look(self, *wait: Any) -> DivergenceError | None:
@@ -604,17 +384,17 @@ def set_abort_on_divergence(aborts: bool) -> None:
     Args:
         aborts: whether to abort. Set it before the first step.
     """
-    _watchdog.on_devices.aborts = aborts
+    _watchdog.aborts = aborts
 
 
 def refuse_results(error: DivergenceError) -> None:
     """Make all later waits, optimizer steps and state dicts of this run raise an error."""
-    _watchdog.on_devices.fail(error, None)
+    device_waits().fail(error, None)
 
 
 def report_failure_at_exit() -> None:
     """Report an error that ends this process as another one, such as an aborted collective's."""
-    _watchdog.on_devices.report_now()
+    device_waits().report_now()
 
 
 def set_monitor(monitor: Monitor) -> None:
@@ -664,7 +444,7 @@ def wait_on_device(
     except RuntimeError as error:
         raise refusal_of(error, group, entry) from None
     if _watchdog.monitor is not None and group.size() > 1:
-        _watchdog.on_devices.add(group, streams.after_current())
+        device_waits().add(group, streams.after_current())
         _watchdog.ensure_running()
 
 
@@ -673,7 +453,7 @@ def raise_if_failed() -> None:
 
     Aborted collectives end without results, so nothing may be updated or saved behind them.
     """
-    failure = _watchdog.on_devices.failure()
+    failure = device_waits().failure()
     if failure is not None:
         raise failure
 
@@ -765,7 +545,7 @@ def _cause(
             f"{known} The process group has no connections since: start all ranks again, or make a "
             "new group and wrap the model again."
         )
-    failure = _watchdog.on_devices.failure() or notice()
+    failure = device_waits().failure() or notice()
     if failure is None:
         message = peer_failure_message(error, group, peer, entry)
         if message is None:

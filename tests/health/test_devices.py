@@ -23,8 +23,10 @@ from torch import nn
 
 from fsdp_dynamo import FSDP, DivergenceError, RankFailedError
 from fsdp_dynamo.comm import collective_log, collectives, process_groups, watchdog
+from fsdp_dynamo.comm import device_waits as device_module
+from fsdp_dynamo.comm.device_waits import DeviceWaits, device_waits
 from fsdp_dynamo.comm.group_state import state_of
-from fsdp_dynamo.comm.watchdog import DeviceWaits, SideGroup, gone_ranks
+from fsdp_dynamo.comm.watchdog import SideGroup, gone_ranks
 from fsdp_dynamo.events import num_steps
 from fsdp_dynamo.health import flight_recorder, periodic_comparison
 from fsdp_dynamo.health.collective_order import Comparison
@@ -53,7 +55,7 @@ def _wait_until(condition: Any) -> None:
 
 
 def _has_failed() -> bool:
-    return watchdog._watchdog.on_devices._failure is not None
+    return device_waits().has_failed
 
 
 def _step_unseen(device: Device, run: Any, rank: int) -> None:
@@ -197,7 +199,7 @@ def test_an_abort_frees_a_host_that_its_device_blocks(rank: int) -> None:
 def test_an_error_is_reported_before_a_host_goes_on(rank: int, aborts: bool) -> None:
     """What the host reads then is worthless. Without aborts it stays for a debugger."""
     order: list[str] = []
-    abort = watchdog._abort_communicators
+    abort = device_module.abort_communicators
 
     def note_and_abort() -> None:
         order.append("abort")
@@ -205,9 +207,9 @@ def test_an_error_is_reported_before_a_host_goes_on(rank: int, aborts: bool) -> 
 
     with (
         _on_device("eager") as (device, model, run),
-        mock.patch.object(watchdog, "_abort_communicators", note_and_abort),
+        mock.patch.object(device_module, "abort_communicators", note_and_abort),
         mock.patch.object(flight_recorder, "_print_error", order.append),
-        mock.patch.object(watchdog._watchdog.on_devices, "aborts", aborts),
+        mock.patch.object(watchdog._watchdog, "aborts", aborts),
     ):
         _leave_a_unit_out(model, device, run, rank)
         _wait_until(lambda: bool(order))

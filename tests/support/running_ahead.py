@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.comm import point_to_point, streams, watchdog
+from fsdp_dynamo.comm import device_waits, point_to_point, streams, watchdog
 from fsdp_dynamo.comm.gather_plan import Pair
 
 _LIMIT_S = 30.0
@@ -191,7 +191,7 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
         return [_Work(device, works, *held, *(one for some in parts for one in some))], parts
 
     yield streams.SideStreams, "copy_to_host", copy_to_host
-    yield watchdog, "_abort_communicators", device.abort
+    yield device_waits, "abort_communicators", device.abort
     yield point_to_point, "issue_all_gathers", issue_all_gathers
     yield point_to_point, "issue_exchanges", issue_exchanges
 
