@@ -49,7 +49,7 @@ from fsdp_dynamo.health.flight_recorder import record_flight
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
 from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
-from fsdp_dynamo.warmup import load_precompiled, precompile, warmup
+from fsdp_dynamo.warmup import warmup
 from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard, replicate
 from fsdp_dynamo.wrap.fsdp2_methods import (
     GradientReductionHandle,
@@ -118,8 +118,6 @@ __all__ = [
     "fully_shard",
     "inspect_graphs",
     "lambda_auto_wrap_policy",
-    "load_precompiled",
-    "precompile",
     "record_events",
     "record_flight",
     "record_plans",

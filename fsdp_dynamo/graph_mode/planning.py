@@ -232,17 +232,6 @@ def _ranks_of(groups: Sequence[dist.ProcessGroup]) -> tuple[tuple[int, ...], ...
     return tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
 
 
-def known_rates(groups: Sequence[dist.ProcessGroup]) -> list[_Rates] | None:
-    """Return the rates measured for graphs with these groups, if any."""
-    return state_of(groups[0], MeasuredRates).get(_ranks_of(groups))
-
-
-def adopt_rates(groups: Sequence[dist.ProcessGroup], rates: list[_Rates] | None) -> None:
-    """Use these rates in place of measured ones for graphs with these groups, on all ranks."""
-    if rates is not None:
-        state_of(groups[0], MeasuredRates)[_ranks_of(groups)] = rates
-
-
 def _device_of(gm: fx.GraphModule) -> torch.device:
     device: torch.device = next(unshard_nodes(gm)).meta["example_value"].device
     return device
