@@ -37,7 +37,6 @@ from fsdp_dynamo.graph_mode.compile_cache import (
     compile_once,
     graph_key,
     marks_key,
-    require_usable_folder,
 )
 from fsdp_dynamo.graph_mode.gradient_routing import refuse_writes_before_gathers, route_gradients
 from fsdp_dynamo.graph_mode.inductor import (
@@ -202,7 +201,6 @@ def fsdp_dynamo(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     settings = mode_settings(mode, MAX_AUTOTUNE)
-    require_usable_folder()
     parsed = _prepare(gm, options)
     settings |= users_settings(parsed)
     if collectives_of(gm).formats:

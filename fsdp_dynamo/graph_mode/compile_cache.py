@@ -1,29 +1,21 @@
-"""The compile cache of Inductor and AOTAutograd: one compilation a machine, and a usable folder.
+"""The compile cache of Inductor and AOTAutograd: one compilation a machine.
 
 Ranks of a machine share the cache folder, and graphs contain nothing specific to a rank. The first
 process that meets a graph compiles it; the others wait and then load the result. They wait for a
 file lock, which the system releases when its holder dies, and never longer than ``_PATIENCE_S``. A
 process that then finds nothing in the cache compiles. No rank is asked anything, so ranks with
 different folders or caches only finish at different times.
-
-A folder that is read-only, full or damaged would end the run. It is replaced by a temporary folder,
-and a warning says why.
 """
 
 from __future__ import annotations
 
-import atexit
-import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -31,7 +23,6 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._inductor.utils import fresh_cache
 
 import graph_passes
 from fsdp_dynamo.health.store import PREFIX, default_store
@@ -40,25 +31,11 @@ from graph_passes.markers import BODY, UNIT
 from graph_passes.scheduling.plan import GraphPlan, graph_from
 from graph_passes.scheduling.schedule import launches_of
 
-_log = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
 
-_UNWRITABLE = {
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-}
 _PATIENCE_S = 900
 """A process waits no longer than this for another one to compile."""
 _POLL_S = 0.05
-_MAX_SHOWN = 300
-
-_temporary: ExitStack | None = None
-"""Temporary folder of this process; closing it restores the folder that the process was given."""
 
 
 def own_folder() -> Path:
@@ -70,18 +47,6 @@ def own_file(suffix: str, *what: str) -> Path:
     """Return the path of a file in ``own_folder()`` that is named by a digest of ``what``."""
     digest = hashlib.sha256("\n".join(what).encode()).hexdigest()[:24]
     return own_folder() / f"{digest}{suffix}"
-
-
-def require_usable_folder() -> None:
-    """Switch to a temporary folder if no file can be written to the cache's."""
-    if _temporary is not None:
-        return
-    try:
-        own_folder().mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=own_folder()) as probe:
-            probe.write(bytes(4096))
-    except OSError as error:
-        _use_temporary_folder(_reason(error), with_files=True)
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], *parts: str) -> str:
@@ -106,26 +71,10 @@ def compile_once(key: str | None, compile_: Callable[[], Result]) -> Result:
 
     Args:
         key: ``graph_key`` of the graph; ``None``: do not wait for other processes.
-        compile_: compiles, or loads from the cache. It must not wait for another rank. Called a
-            second time if the cache's folder was at fault.
+        compile_: compiles, or loads from the cache. It must not wait for another rank.
     """
-    try:
-        with nullcontext() if key is None else _one_compiles(key):
-            return compile_()
-    except Exception as error:
-        cause = _fault_of_folder(error)
-        if cause is None or _temporary is not None:
-            raise
-        unwritable = isinstance(cause, OSError) and cause.errno in _UNWRITABLE
-        _use_temporary_folder(_reason(cause), with_files=unwritable)
-        try:
-            return compile_()
-        except Exception as again:
-            _leave_temporary_folder()  # it was not the folder
-            raise error from again
-
-
-# -- one process compiles ----------------------------------------------------------------------
+    with nullcontext() if key is None else _one_compiles(key):
+        return compile_()
 
 
 @contextmanager
@@ -170,85 +119,11 @@ def _lock(file: BinaryIO) -> bool:
     return False
 
 
-# -- another folder ----------------------------------------------------------------------------
-
-
-def _fault_of_folder(error: BaseException) -> BaseException | None:
-    """Return the error in a chain of errors that the cache's folder caused, if any."""
-    try:
-        folder = cache_dir()
-    except OSError as cause:
-        return cause
-    seen: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and one not in seen:
-            seen.append(one)
-            inner = getattr(one, "inner_exception", None)  # Inductor keeps the cause there
-            waiting += [one.__context__, one.__cause__, inner]
-    for one in reversed(seen):
-        if isinstance(one, OSError) and one.errno in _UNWRITABLE:
-            return one
-    return next((one for one in reversed(seen) if folder in _text(one)), None)
-
-
-def _text(error: BaseException) -> str:
-    """Return the message, and the path of a module that lacks an attribute (it was truncated)."""
-    return f"{error} {getattr(getattr(error, 'obj', None), '__file__', '')}"
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:_MAX_SHOWN]
-
-
-def _use_temporary_folder(reason: str, with_files: bool) -> None:
-    """Continue in a folder that is removed at the end of the process.
-
-    ``with_files``: link the files of the other folder, which can be read.
-    """
-    global _temporary
-    left = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "the default folder")
-    _temporary = ExitStack()
-    _temporary.enter_context(fresh_cache())
-    atexit.register(_leave_temporary_folder)
-    if with_files and Path(left).is_dir():
-        _link_files(left, cache_dir())
-    _log.warning(
-        "%s",
-        f"TORCHINDUCTOR_CACHE_DIR, {left}: expected a compile cache that can be read and "
-        f"written, got {reason}. This process goes on with a temporary folder, and compiles "
-        "anew what it needs; results are the same. Free space, make the folder writable, or "
-        "remove it.",
-    )
-
-
-def _link_files(source: str, target: str) -> None:
-    """Link all files, so that compiled code is found. New files are written beside the links."""
-    with suppress(OSError, shutil.Error):
-        shutil.copytree(
-            source,
-            target,
-            copy_function=os.symlink,
-            ignore=lambda folder, names: [n for n in names if n.endswith(".lock")],
-            dirs_exist_ok=True,
-        )
-
-
-def _leave_temporary_folder() -> None:
-    global _temporary
-    if _temporary is not None:
-        stack, _temporary = _temporary, None
-        stack.close()
-        atexit.unregister(_leave_temporary_folder)
-
-
 __all__: Sequence[str] = [
     "compile_once",
     "graph_key",
     "own_file",
     "own_folder",
-    "require_usable_folder",
 ]
 
 

@@ -113,6 +113,7 @@ def vectorization(example_inputs: Sequence[Any]) -> dict[str, Any]:
         if not best:  # the truth of an instruction set is its probe
             return {}
         with suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
     return {"cpp.vec_isa_ok": True}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import clear_caches
 
 from fsdp_dynamo import FSDP
-from fsdp_dynamo.graph_mode import compile_cache
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 WIDTH = 8
@@ -45,33 +43,17 @@ def losses_of(model: nn.Module, rank: int) -> list[float]:
     return losses
 
 
-class Warnings(logging.Handler):
-    """Messages of a logger."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message."""
-        self.texts.append(record.getMessage())
-
-
 @contextmanager
-def using_cache(folder: Path) -> Iterator[Warnings]:
+def using_cache(folder: Path) -> Iterator[None]:
     """Nothing is known but what lies in the folder."""
-    log, listener = logging.getLogger(compile_cache.__name__), Warnings()
-    log.addHandler(listener)
     torch._dynamo.reset()
     clear_caches()
     counters.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         try:
-            yield listener
+            yield
         finally:
-            log.removeHandler(listener)
-            compile_cache._leave_temporary_folder()
             clear_caches()
 
 
