@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from fsdp_dynamo import module_tree
-from fsdp_dynamo.comm.comm_hooks import CommHook, HookState
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.grad_clip import clip_grad_norm
 from fsdp_dynamo.core.summon import SummonOptions, WholeUpdate, unshard_originals, update_whole
@@ -142,12 +141,18 @@ class UserMethods(nn.Module):
             "or repeat batches with a loss of 0."
         )
 
-    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Reduce gradients with a hook of the user's (eager and hooks mode).
 
+        The hook sees each gradient once (after ``no_sync()``, the sum of all steps that were not
+        reduced) and returns when it is reduced, so its communication does not overlap.
+
         Args:
-            state: first argument of the hook; ``None`` creates a ``comm_hooks.HookState``.
-            hook: see ``fsdp_dynamo.comm.comm_hooks``, which also has low-precision hooks.
+            state: first argument of the hook.
+            hook: ``hook(state, grad, output)`` averages ``grad`` ``(padded_numel,)``, which holds
+                all ranks' parts in rank order, and writes this rank's part to ``output``
+                ``(padded_numel / N,)``. With ``NO_SHARD``, ``hook(state, grad)`` averages ``grad``
+                in place. ``torch.distributed.algorithms._comm_hooks.default_hooks`` has some.
 
         Raises:
             FSDPStateError: not on the outermost unit, or the model has a hook already.
@@ -172,7 +177,7 @@ class UserMethods(nn.Module):
                 f"{strategy.name}. Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook."
             )
         for flat in flats:
-            flat.set_comm_hook(partial(hook, HookState(flat.groups) if state is None else state))
+            flat.set_comm_hook(partial(hook, state))
 
     def register_forward_method(self, name: str) -> None:
         """Unshard this unit while a method of the module runs, as its forward does.
