@@ -145,21 +145,6 @@ class Plan:
         """Return a hash that is equal for equal plans."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
-    def diff(self, other: Plan) -> list[str]:
-        """Return the differences from ``other``, one line each."""
-        lines = []
-        if self.kept != other.kept:
-            lines.append(f"kept: {list(self.kept)} -> {list(other.kept)}")
-        theirs = {graph.digest: graph for graph in other.graphs}
-        for graph in self.graphs:
-            match = theirs.pop(graph.digest, None)
-            if match is None:
-                lines.append(f"{graph.phase} graph {graph.digest[:12]}: only in the first")
-            else:
-                lines += _graph_diff(graph, match)
-        lines += [f"{g.phase} graph {g.digest[:12]}: only in the second" for g in theirs.values()]
-        return lines
-
 
 def graph_from(data: Mapping[str, Any]) -> GraphPlan:
     """Read what ``dataclasses.asdict`` made of a ``GraphPlan``."""
@@ -175,26 +160,6 @@ def graph_from(data: Mapping[str, Any]) -> GraphPlan:
             raise TypeError(f"wire of {item['unit']!r} must be a text")
         transfers.append(PlannedTransfer(**item))
     return GraphPlan(data["phase"], data["digest"], data["num_steps"], tuple(transfers))
-
-
-def _graph_diff(one: GraphPlan, other: GraphPlan) -> list[str]:
-    places = {t.name: (i, t) for i, t in enumerate(other.transfers)}
-    lines = []
-    for position, transfer in enumerate(one.transfers):
-        there, match = places.get(transfer.name, (-1, None))
-        if match is None:
-            lines.append(f"{one.phase}: {transfer.name}: only in the first")
-        elif (position, transfer) != (there, match):
-            lines.append(
-                f"{one.phase}: {transfer.name}: order {position} -> {there}, issue "
-                f"{transfer.issue} -> {match.issue}, wait {transfer.wait} -> {match.wait}, launch "
-                f"{transfer.launch} -> {match.launch}" + _wire_diff(transfer.wire, match.wire)
-            )
-    return lines
-
-
-def _wire_diff(one: str, other: str) -> str:
-    return "" if one == other else f", format {one or 'none'} -> {other or 'none'}"
 
 
 def digest_of(parts: Dissection) -> str:

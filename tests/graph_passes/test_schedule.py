@@ -307,16 +307,11 @@ def test_plan_is_data(tmp_path: object) -> None:
     loaded = Plan.load(path)
     assert loaded == plan
     assert loaded.digest() == plan.digest()
-    assert not plan.diff(loaded)
     decided, applied = forward_graph(3), forward_graph(3)
     Planner(EVEN)(decided)
     Planner(Options(), plan=loaded)(applied)
     assert render(applied) == render(decided)
     edited = _edited(plan, 2, issue=0)
-    assert plan.diff(edited) == [
-        "forward: all_gather of unit 'u2', flat parameter 0: order 2 -> 2, issue 1 -> 0, "
-        "wait 2 -> 2, launch 2 -> 2"
-    ]
     other = forward_graph(3)
     Planner(Options(), plan=edited)(other)
     verify_graph(other, "planner")
