@@ -149,8 +149,7 @@ class FlatParameter:
         self.dtype = first.dtype
         devices = {o.param.device for o in originals if not o.param.is_meta}
         self.device = next(iter(devices), device or first.device)
-        self.low_dtypes = Dtypes(self.dtype, self.dtype)
-        self.is_full_precision = False
+        self.dtypes = Dtypes(self.dtype, self.dtype)
         self.keep_low_precision_grads = False
         if precision is not None:
             self._set_precision(precision)
@@ -180,7 +179,6 @@ class FlatParameter:
         self.point_originals_to_shard()
         self._is_readable = False
         self.unsharded: torch.Tensor  # set by make_buffer
-        self._other_unsharded: torch.Tensor | None = None  # of the other precision
         self.kept_shard: KeptShard | None = None
 
     def rename(self, paths: UnitPaths) -> None:
@@ -195,7 +193,7 @@ class FlatParameter:
         if not self.dtype.is_floating_point:  # low precision would drop imaginary parts
             return
         param_dtype = precision.param_dtype or self.dtype
-        self.low_dtypes = Dtypes(param_dtype, precision.reduce_dtype or param_dtype)
+        self.dtypes = Dtypes(param_dtype, precision.reduce_dtype or param_dtype)
         self.keep_low_precision_grads = precision.keep_low_precision_grads
 
     @torch.no_grad()
@@ -227,71 +225,50 @@ class FlatParameter:
             placing = Placing(slot.shape, held, mesh, num_sharding, original.parallel, original.fqn)
             original.become_dtensor(placing, part)
 
-    def make_buffer(self) -> None:
-        """Make ``unsharded``; called once the originals' former storage is free."""
-        self.unsharded = self._make_unsharded()
-
     @torch.inference_mode(False)  # autograd cannot save views of inference tensors
-    def _make_unsharded(self) -> torch.Tensor:
-        """Return the unsharded buffer, without storage; the shard itself if nothing is gathered."""
+    def make_buffer(self) -> None:
+        """Make ``unsharded``, without storage; the shard itself if nothing is gathered.
+
+        Called once the originals' former storage is free.
+        """
         if not self.needs_storage:
-            return self.sharded.data
-        unsharded = torch.empty(
+            self.unsharded = self.sharded.data
+            return
+        self.unsharded = torch.empty(
             self.layout.padded_numel, dtype=self.param_dtype, device=self.device
         )
-        unsharded.untyped_storage().resize_(0)
-        set_readable(unsharded, False)
-        return unsharded
+        self.unsharded.untyped_storage().resize_(0)
+        set_readable(self.unsharded, False)
 
     # -- precision ---------------------------------------------------------------------
 
-    def dtypes(self, is_full_precision: bool) -> Dtypes:
-        """Dtypes in low or in full precision."""
-        return Dtypes(self.dtype, self.dtype) if is_full_precision else self.low_dtypes
-
     @property
     def param_dtype(self) -> torch.dtype:
-        return self.dtypes(self.is_full_precision).param
+        return self.dtypes.param
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return self.dtypes(self.is_full_precision).reduce
+        return self.dtypes.reduce
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        return self.dtypes(self.is_full_precision).sum
-
-    def set_full_precision(self, wanted: bool) -> None:
-        """Unshard in the shard's dtype from now on, or in ``low_dtypes`` again.
-
-        Call this while the unit is resharded. Each precision has its own unsharded buffer, because
-        autograd may have saved views of both.
-        """
-        if wanted is not self.is_full_precision:
-            self.set_readable(False)
-            self.is_full_precision = wanted
-            other, self._other_unsharded = self._other_unsharded, self.unsharded
-            self.unsharded = self._make_unsharded() if other is None else other
+        return self.dtypes.sum
 
     @property
     def gather_wire(self) -> WireFormat | None:
         """Wire format of the all-gather; ``None``: uncompressed."""
-        return self.current_wires.gather
+        return self.wires.gather
 
     @property
-    def current_wires(self) -> Wires:
-        return self.wires(self.is_full_precision)
-
-    def wires(self, is_full_precision: bool) -> Wires:
-        """Wire formats in low or in full precision."""
+    def wires(self) -> Wires:
+        """Wire formats of the collectives."""
         precision = self.collective_precision
         if precision is None:
             return _UNCOMPRESSED
-        dtypes = self.dtypes(is_full_precision)
         return Wires(
-            precision.wire_of("all_gather", dtypes.param) if self.is_sharded else None,
-            precision.wire_of("reduce_scatter", dtypes.reduce) if self.is_sharded else None,
-            precision.wire_of("all_reduce", dtypes.reduce),
+            precision.wire_of("all_gather", self.param_dtype) if self.is_sharded else None,
+            precision.wire_of("reduce_scatter", self.reduce_dtype) if self.is_sharded else None,
+            precision.wire_of("all_reduce", self.reduce_dtype),
         )
 
     # -- sizes -------------------------------------------------------------------------
@@ -337,13 +314,14 @@ class FlatParameter:
         is_packed = self.gather_wire is not None or self.grad_sum.settings.all_gather is not None
         return self.is_sharded and (is_packed or bool(self.layout.plan.widths))
 
-    def reduce_plans(self, wires: Wires) -> tuple[GatherPlan, ...]:
+    @property
+    def reduce_plans(self) -> tuple[GatherPlan, ...]:
         """Gather plans of the gradient's reductions; in a hierarchy, in the node and between nodes.
 
         A wire format packs everything, and so do the user's own collectives.
         """
         plan, is_custom = self.layout.plan, self.comm_hook or self.grad_sum.settings.reduce_scatter
-        last = plan.all_packed if is_custom or wires.reduce is not None else plan
+        last = plan.all_packed if is_custom or self.wires.reduce is not None else plan
         if self.hierarchy is None:
             return (last,)
         first = plan.all_packed if is_custom else plan
@@ -351,7 +329,7 @@ class FlatParameter:
 
     @property
     def reduce_plan(self) -> GatherPlan:
-        return self.reduce_plans(self.current_wires)[0]
+        return self.reduce_plans[0]
 
     @property
     def unsharded_bytes(self) -> int:
@@ -570,12 +548,10 @@ class FlatParameter:
             given, shard = shard, torch.zeros_like(shard)
             for place, part in zip(*map(self.shard_layout.split, (shard, given)), strict=True):
                 place.copy_(part)
-        self.low_dtypes = Dtypes(
-            *(shard.dtype if low == self.dtype else low for low in self.low_dtypes)
-        )
+        self.dtypes = Dtypes(*(shard.dtype if low == self.dtype else low for low in self.dtypes))
         for storage in self.storages_to_free():
             storage.resize_(0)
-        self._other_unsharded = self.kept_shard = None
+        self.kept_shard = None
         self._is_readable = False
         self.dtype = shard.dtype
         if not self.is_offloaded:

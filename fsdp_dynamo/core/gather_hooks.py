@@ -87,7 +87,6 @@ class HookedFlatParameter(FlatParameter):
         self._sent: list[list[torch.Tensor]] = []  # per parameter; on meta once they are sent
         self._metadata: list[Any] = []
         self._gathered: _Gathered | None = None
-        self._other_gathered: _Gathered | None = None  # of the other precision
         self._has_arrived = False  # a gather was started whose parameters are still to be made
         of = precision or MixedPrecision()
         self._policy = MixedPrecisionPolicy(
@@ -96,15 +95,9 @@ class HookedFlatParameter(FlatParameter):
         super().__init__(*args, precision=precision, **kwargs)
 
     @torch.inference_mode(False)
-    def _make_unsharded(self) -> torch.Tensor:
-        self._gathered = self._other_gathered = None
-        return torch.empty(0, dtype=torch.uint8, device=self.device)
-
-    def set_full_precision(self, wanted: bool) -> None:
-        if wanted is not self.is_full_precision:
-            self.set_readable(False)
-            self.is_full_precision = wanted
-            self._gathered, self._other_gathered = self._other_gathered, self._gathered
+    def make_buffer(self) -> None:
+        self._gathered = None
+        self.unsharded = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     # -- before a gather ---------------------------------------------------------------
 
@@ -115,7 +108,7 @@ class HookedFlatParameter(FlatParameter):
         self._ask()
         num_bytes = sum(self._widths) * self.group.size()
         if self.unsharded.numel() != num_bytes:
-            self._gathered = self._other_gathered = None
+            self._gathered = None
             self.unsharded = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             set_readable(self.unsharded, False)
             self._is_readable = False

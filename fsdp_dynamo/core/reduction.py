@@ -78,7 +78,7 @@ class PendingReduce:
         """Wait; return the reduced gradient, ``None`` if it still waits for replicas."""
         self.advance()
         flat = self.flat
-        if self.beside is None or (flat.hierarchy is None and flat.current_wires.replicas is None):
+        if self.beside is None or (flat.hierarchy is None and flat.wires.replicas is None):
             self.in_flight.wait()
         else:
             # The second collective has buffers of the replicas' stream: that stream must not reuse
@@ -119,8 +119,7 @@ def issue_reduce(
     if flat.comm_hook is not None:
         return _call_comm_hook(flat, flat.comm_hook, given)
     output = flat.layout.plan.new_shard(given.flat) if flat.is_sharded else given.flat
-    wires = flat.current_wires
-    wire = wires.reduce if flat.is_sharded else wires.replicas
+    wire = flat.wires.reduce if flat.is_sharded else flat.wires.replicas
     in_flight = _issue_mean(flat, groups[0], output, given, wire, has_unused, flat.reduce_plan)
     over_replicas = None
     if len(groups) > 1:
@@ -148,7 +147,7 @@ def _issue_on_levels(
     flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, has_unused: bool
 ) -> PendingReduce:
     """Start the mean in the node; the mean between nodes follows, in the wire format."""
-    in_node, plan = flat.reduce_plans(flat.current_wires)
+    in_node, plan = flat.reduce_plans
     secondary = in_node.new_shard(given.flat)
     in_flight = _issue_mean(flat, hierarchy.node, secondary, given, plan=in_node)
     output = plan.new_shard(given.flat)
@@ -158,7 +157,7 @@ def _issue_on_levels(
         hierarchy.across,
         output,
         UnshardedGrad(secondary),
-        flat.current_wires.reduce,
+        flat.wires.reduce,
         has_unused,
         plan,
     )
@@ -232,7 +231,7 @@ def _issue_over_replicas(
 ) -> InFlight:
     if flat.is_sharded:
         _add_partial(flat, output)
-    return _issue_mean(flat, group, output, UnshardedGrad(output), flat.current_wires.replicas)
+    return _issue_mean(flat, group, output, UnshardedGrad(output), flat.wires.replicas)
 
 
 def _add_partial(flat: FlatParameter, grad: torch.Tensor) -> None:

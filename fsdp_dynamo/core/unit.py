@@ -45,13 +45,11 @@ class UnitConfig(UnitArguments):
 
     Attributes:
         offload: whether shards are kept in host memory while another device computes.
-        full_precision_in_eval: whether evaluation ignores ``mixed_precision``.
         mesh: mesh of the DTensors; ``None``: one is made.
     """
 
     groups: Groups
     offload: bool
-    full_precision_in_eval: bool
     mesh: DeviceMesh | None
 
     @property
@@ -159,18 +157,10 @@ class Unit:
         return any(flat.needs_storage for flat in self.flats)
 
     @property
-    def wants_full_precision(self) -> bool:
-        """Whether its forward runs in full precision: it evaluates, and the user asked for that."""
-        precision = self.config.mixed_precision
-        if not self.config.full_precision_in_eval or self.modules[0].training or precision is None:
-            return False
-        return (precision.param_dtype or precision.reduce_dtype) is not None
-
-    @property
     def output_dtype(self) -> torch.dtype | None:
-        """Current dtype to which floating-point outputs are cast; ``None``: no cast."""
+        """Dtype to which floating-point outputs are cast; ``None``: no cast."""
         precision = self.config.mixed_precision
-        return None if precision is None or self.wants_full_precision else precision.output_dtype
+        return None if precision is None else precision.output_dtype
 
     @property
     def trainable(self) -> tuple[FlatParameter, ...]:
@@ -193,13 +183,6 @@ class Unit:
         return side_streams(self.flats[0].device) if self.flats else None
 
     # -- unshard and reshard -----------------------------------------------------------------
-
-    def set_full_precision(self, wanted: bool) -> None:
-        if self.config.full_precision_in_eval:
-            if any(flat.is_full_precision is not wanted for flat in self.flats):
-                self.reshard("forward")
-            for flat in self.flats:
-                flat.set_full_precision(wanted)
 
     def issue_unshard(self, phase: events.Phase) -> None:
         """Allocate the unsharded buffers and start to gather them."""
@@ -297,7 +280,6 @@ class Unit:
             return
         self.drop_outdated()
         self.check_originals()  # may copy new values into the shards
-        self.set_full_precision(self.wants_full_precision)
         self._secondary_versions = self._versions()
         streams = self._side_streams()
         with nullcontext() if streams is None else streams.gathering():
@@ -342,7 +324,6 @@ class Unit:
 
     def unshard_ahead(self) -> None:
         """Start to gather for a later forward, on the user's request."""
-        self.set_full_precision(self.wants_full_precision)
         self.sync_gathers()
         self.drop_secondary()  # parameters may have changed since
         self.issue_unshard("forward")

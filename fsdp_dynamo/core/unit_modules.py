@@ -42,7 +42,7 @@ class UnitModuleProtocol(Protocol):
 
     @property
     def _fsdp_input_dtype(self) -> torch.dtype | None:
-        """Current dtype to which floating-point inputs are cast; ``None``: no cast."""
+        """Dtype to which floating-point inputs are cast; ``None``: no cast."""
 
     @property
     def _fsdp_root(self) -> Any:

@@ -36,7 +36,6 @@ class ForwardCall:
         graph_task: the engine's number of that backward. Reentrant checkpointing runs the backward
             of each segment as a nested backward with its own number.
         segment_grads: gradients of the views from segments of the current backward.
-        is_full_precision: whether the views have the dtype of the shards.
         is_tracked: whether autograd tracks the views.
         left: modules of the unit that have not run yet.
         began: position in the order in which the forwards of the process began.
@@ -50,7 +49,6 @@ class ForwardCall:
     backward_id: int = 0
     graph_task: int = NO_GRAPH_TASK
     segment_grads: list[torch.Tensor | None] | None = None
-    is_full_precision: bool = False
     is_tracked: bool = False
     left: set[nn.Module] = field(default_factory=set)
     began: int = field(default_factory=itertools.count().__next__)
@@ -91,7 +89,7 @@ def begin_call(
         end: end of the unit's calls; ``None``: autograd does not track the views.
         left: modules of the unit that this call is for; default: all.
     """
-    call = ForwardCall(unit, unit.trainable, is_full_precision=unit.wants_full_precision)
+    call = ForwardCall(unit, unit.trainable)
     call.left = set(unit.modules if left is None else left)
     tracked: Iterator[torch.Tensor] = iter(())
     if call.trainable and end is not None:

@@ -129,7 +129,6 @@ class Root:
             if unit.is_ahead or not unit.is_unsharded:
                 unit.check_originals()
         unit.machine.advance(UnitState.FORWARD)
-        unit.set_full_precision(unit.wants_full_precision)
         unit.issue_unshard("forward")
         unit.wait_unshard()
         if not recomputes:
@@ -240,7 +239,6 @@ class Root:
             if other.machine.state is UnitState.IDLE:
                 other.drop_outdated()
                 other.check_originals()
-                other.set_full_precision(other.wants_full_precision)
                 other.issue_unshard("forward")
 
     # -- backward ----------------------------------------------------------------------------
@@ -264,7 +262,6 @@ class Root:
         call.graph_task = current_graph_task()
         call.segment_grads = None
         unit.pending_calls += 1
-        unit.set_full_precision(call.is_full_precision)
         if unit.settings.unshards_in_backward:
             unit.issue_unshard("backward")
             unit.wait_unshard()

@@ -114,8 +114,7 @@ def _describe_views(flat: FlatParameter) -> ViewConstants:
 def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool) -> FlatConstants:
     gathers, reductions = groups_in_graph(flat)
     num_scatters = (1 if flat.is_sharded else 0) if flat.hierarchy is None else len(reductions)
-    dtypes = flat.dtypes(unit.wants_full_precision)
-    wires = flat.wires(unit.wants_full_precision)
+    wires = flat.wires
     # The gather across nodes, which has the wire format, runs before the graph
     # (``SecondaryInputs``).
     gather_wire = wires.gather if flat.hierarchy is None else None
@@ -130,12 +129,12 @@ def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool
             [group.size() if i < num_scatters else 0 for i, group in enumerate(reductions)]
         ),
         gather_plan=flat.gather_plan(num_sent, is_packed=gather_wire is not None).encode(),
-        reduce_plans=tuple([plan.encode() for plan in flat.reduce_plans(wires)[:num_scatters]]),
+        reduce_plans=tuple([plan.encode() for plan in flat.reduce_plans[:num_scatters]]),
         is_sharded=flat.is_sharded,
         requires_grad=flat.requires_grad,
-        param_dtype=_name(dtypes.param),
-        reduce_dtype=_name(dtypes.reduce),
-        sum_dtype=_name(dtypes.sum),
+        param_dtype=_name(flat.param_dtype),
+        reduce_dtype=_name(flat.reduce_dtype),
+        sum_dtype=_name(flat.sum_dtype),
         grad_dtype=_name(flat.dtype),
         grad_scale=unit.settings.grad_scale,
         gather_mark=Mark(
@@ -207,8 +206,7 @@ def constants_of(name: str, settings: str) -> tuple[Any, ...]:
             result.
 
     Raises:
-        CompileRefusedError: a setting or a parameter with gather hooks needs eager or hooks mode,
-            or buffers would have to be cast between training and evaluation.
+        CompileRefusedError: a setting or a parameter with gather hooks needs eager or hooks mode.
     """
     module = registered(name)
     refused = module._fsdp_unit.settings.eager_only()
@@ -226,13 +224,6 @@ def constants_of(name: str, settings: str) -> tuple[Any, ...]:
                 "eagerly or with torch.compile(model), or make the model without such classes and "
                 'gather in float8: collective_precision=CollectivePrecision(all_gather="float8").'
             )
-    if module._fsdp_unit.config.full_precision_in_eval and module._fsdp_buffer_dtypes:
-        raise CompileRefusedError(
-            f"{unit_name(module._fsdp_unit.fqn)}: expected FSDP_USE_FULL_PREC_IN_EVAL without "
-            "buffer_dtype, which would be cast then, got a cast buffer, "
-            f"'{next(iter(module._fsdp_buffer_dtypes))}'. Leave one of them out, or compile "
-            "without fullgraph (hooks mode)."
-        )
     *constants, places, are_apart = _describe(module)
     return (*constants, tuple(places), are_apart)
 
@@ -311,15 +302,12 @@ class _Owner(NamedTuple):
     flat: ReferenceType[FlatParameter]
 
 
-def stand_in_for(
-    module: UnitModuleProtocol, flat: FlatParameter, *, is_full_precision: bool
-) -> torch.Tensor | None:
+def stand_in_for(module: UnitModuleProtocol, flat: FlatParameter) -> torch.Tensor | None:
     """Return an input of graphs for a secondary shard; ``None`` if the flat parameter has none.
 
     Args:
         module: module of the unit; its root may still change.
         flat: the flat parameter.
-        is_full_precision: whether the graph computes in full precision.
 
     Returns:
         A tensor ``(padded_numel / ranks in a node,)`` without storage.
@@ -328,7 +316,7 @@ def stand_in_for(
         return None
     stand_in = torch.empty(
         flat.layout.padded_numel // flat.hierarchy.node.size(),
-        dtype=flat.dtypes(is_full_precision).param,
+        dtype=flat.param_dtype,
         device=flat.device,
     )
     stand_in.untyped_storage().resize_(0)

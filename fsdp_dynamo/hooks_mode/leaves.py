@@ -364,7 +364,7 @@ def fake_forward(
         views = [
             torch.empty(
                 slot.shape,
-                dtype=flat.dtypes(unit.wants_full_precision).param,
+                dtype=flat.param_dtype,
                 device=flat.device,
                 requires_grad=original.param.requires_grad,
             )

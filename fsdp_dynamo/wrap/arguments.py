@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
@@ -181,6 +182,16 @@ def check_inference(module: nn.Module) -> None:
         raise FSDPStateError(
             f"{where}: expected a module that is made and wrapped outside torch.inference_mode(), "
             f"got {got}. Make and wrap the model first; call it under torch.inference_mode() then."
+        )
+
+
+def refuse_full_precision_in_eval(precision: MixedPrecision | None) -> None:
+    """Raise if FSDP1's environment variable asks for evaluation without ``mixed_precision``."""
+    if precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        raise UnsupportedError(
+            "environment variable FSDP_USE_FULL_PREC_IN_EVAL: expected it to be unset, got 1. "
+            "Evaluate in the precision of the training, or load the state dict into a model "
+            "without mixed_precision."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -432,17 +432,6 @@ def cast_buffers(
                 dtypes[join_fqn(name, buffer_name)] = buffer.dtype
                 module._buffers[buffer_name] = buffer.to(precision.buffer_dtype)
     return dtypes
-
-
-def restore_buffers(
-    modules: Iterable[tuple[str, nn.Module]], dtypes: Mapping[str, torch.dtype]
-) -> None:
-    """Cast buffers back to the dtypes that ``cast_buffers`` returned."""
-    for name, module in modules:
-        for buffer_name, buffer in module._buffers.items():
-            dtype = dtypes.get(join_fqn(name, buffer_name))
-            if buffer is not None and dtype is not None:
-                module._buffers[buffer_name] = buffer.to(dtype)
 
 
 def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:

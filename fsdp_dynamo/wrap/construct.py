@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -43,9 +42,6 @@ from fsdp_dynamo.wrap.build import Ignored, managed_modules
 from fsdp_dynamo.wrap.deferred_init import InitialValues, device_for
 from fsdp_dynamo.wrap_policy import Targets, run_policy
 
-FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-"""FSDP1's environment variable: ``1`` makes evaluation ignore ``MixedPrecision``."""
-
 
 @dataclass(frozen=True)
 class Constructed:
@@ -76,6 +72,7 @@ def construct(
     """
     arguments.check_whole_units(module)
     arguments.check_inference(module)
+    arguments.refuse_full_precision_in_eval(given.mixed_precision)
     strategy = given.sharding_strategy
     is_given = dist.is_initialized()  # without a default group, groups_of creates one and warns
     groups = groups_of(
@@ -102,7 +99,6 @@ def construct(
     config = UnitConfig(
         groups=groups,
         offload=offload,
-        full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
         # The shards of a hierarchy have another order than the ranks of a mesh.
         mesh=None if groups.hierarchy else given.device_mesh,
         **kept,

@@ -78,7 +78,7 @@ class UnitModule(UserMethods):
         self._fsdp_may_compile = may_compile
         self._fsdp_own_root = Root([(UnitPaths(("",) * len(unit.modules)), unit)])
         self._fsdp_graph_settings = unit.settings.in_graphs()
-        self._fsdp_low_input_dtype: torch.dtype | None = None
+        self._fsdp_input_dtype = None
         self._fsdp_has_nested = False
         self._fsdp_runs_method = False  # True while a registered method runs
         self._fsdp_compiled_bodies: dict[int, Callable[..., Any]] = {}
@@ -92,8 +92,6 @@ class UnitModule(UserMethods):
         self._fsdp_share_shards()
         managed = list(build.managed_modules(self._fsdp_inner(), ignored))
         self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.mixed_precision)
-        self._fsdp_full_precision_in_eval = unit.config.full_precision_in_eval
-        self._fsdp_has_full_buffers = False
         build.tag_for_dynamo((m for _, m in managed), may_compile)
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
@@ -125,7 +123,7 @@ class UnitModule(UserMethods):
             module._fsdp_own_root = root
             module._fsdp_gathered = gathered
             dtype = input_dtype_of(module._fsdp_unit, is_root=module._fsdp_unit is own)
-            module._fsdp_low_input_dtype = dtype
+            module._fsdp_input_dtype = dtype
             module.__dict__.pop(module._fsdp_entry, None)
             module.__dict__.pop("_fsdp_codes", None)
             module._fsdp_has_nested = len(list(module_tree.unit_modules(module))) > 1
@@ -140,22 +138,6 @@ class UnitModule(UserMethods):
             if module._fsdp_unit is own:
                 module._fsdp_give_own_code()
 
-    @property
-    def _fsdp_input_dtype(self) -> torch.dtype | None:
-        """Dtype that floating-point inputs are cast to now; ``None``: not cast."""
-        return None if self._fsdp_unit.wants_full_precision else self._fsdp_low_input_dtype
-
-    def _fsdp_set_buffer_precision(self) -> None:
-        """Cast buffers to the precision of the forward that begins."""
-        unit, dtypes = self._fsdp_own_unit, self._fsdp_buffer_dtypes
-        if dtypes and self._fsdp_has_full_buffers is not unit.wants_full_precision:
-            self._fsdp_has_full_buffers = unit.wants_full_precision
-            managed = build.managed_modules(self._fsdp_inner(), self._fsdp_ignored)
-            if unit.wants_full_precision:
-                build.restore_buffers(managed, dtypes)
-            else:
-                build.cast_buffers(managed, unit.config.mixed_precision)
-
     def _fsdp_give_own_code(self) -> None:
         self._fsdp_codes = {REDUCES: with_own_code(getattr(type(self), self._fsdp_entry))}
         self.__dict__[self._fsdp_entry] = MethodType(UnitModule._fsdp_enter, self)
@@ -164,11 +146,8 @@ class UnitModule(UserMethods):
         """Collect this unit's inputs of compiled graphs: its shards and their stand-ins."""
         flats = self._fsdp_own_unit.flats
         self._fsdp_unreduced = tuple(unreduced_input_of(flat) for flat in flats)
-        self._fsdp_graph_inputs, self._fsdp_full_graph_inputs = (
-            tuple(
-                [(f.sharded, stand_in_for(self, f, is_full_precision=x), None, None) for f in flats]
-            )
-            for x in (False, True)
+        self._fsdp_graph_inputs = tuple(
+            [(flat.sharded, stand_in_for(self, flat), None, None) for flat in flats]
         )
         self._fsdp_unit_key = str(id(self._fsdp_own_unit))
         splits = [original.parallel for original in self._fsdp_own_unit.originals()]
@@ -204,8 +183,6 @@ class UnitModule(UserMethods):
             if not self._fsdp_may_compile:
                 refuse_without_orig_params()
             mode, key = traced_mode()
-            if self._fsdp_full_precision_in_eval:
-                guarded(self.training)  # graphs for training and evaluation differ
             if mode == GRAPH_MODE:
                 check_originals(self._fsdp_name)
                 return traced_forward(
@@ -241,8 +218,6 @@ class UnitModule(UserMethods):
         """This unit's inputs of a compiled graph, by the state of accumulation (traced)."""
         accumulation = self._fsdp_own_root.accumulation
         inputs: Inputs = self._fsdp_graph_inputs
-        if self._fsdp_full_precision_in_eval and not self.training:
-            inputs = self._fsdp_full_graph_inputs
         if not torch.is_grad_enabled():
             return inputs
         if not accumulation.sync and not self._fsdp_own_unit.settings.reduces:
@@ -262,9 +237,6 @@ class UnitModule(UserMethods):
         # Already unsharded by a registered method that calls forward, or by summon_full_params().
         if self._fsdp_runs_method or (unit.has_whole_originals and not torch.is_grad_enabled()):
             return self._fsdp_body()(*args, **kwargs)
-        if self._fsdp_full_precision_in_eval and root.is_outside:
-            for _, module in module_tree.unit_modules(self):
-                module._fsdp_set_buffer_precision()
         with leaves.body_of(self, backend_key, recomputes=root.in_backward) as body:
             return hooks.run_unit(
                 root, unit, self._fsdp_inner(), body, args, kwargs, self._fsdp_input_dtype

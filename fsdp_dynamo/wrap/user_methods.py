@@ -35,6 +35,7 @@ class UserMethods(nn.Module):
     _fsdp_own_unit: Unit
     _fsdp_runs_method: bool
     _fsdp_graph_settings: str
+    _fsdp_input_dtype: torch.dtype | None  # floating-point inputs are cast to it
 
     # A backward that raised leaves views of freed storage in the modules, and autograd has no hook
     # that could clean up. So these properties recover first. Traced code reads the attributes
@@ -217,11 +218,6 @@ class UserMethods(nn.Module):
         steps, end = method(*args, **kwargs), object()
         while (value := self._fsdp_run_method(lambda: next(steps, end))) is not end:
             yield value
-
-    @property
-    def _fsdp_input_dtype(self) -> torch.dtype | None:
-        """Dtype that floating-point inputs are cast to now; ``None``: not cast."""
-        raise NotImplementedError
 
     # -- original parameters ---------------------------------------------------------------------
 

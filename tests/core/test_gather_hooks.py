@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -367,22 +365,6 @@ def test_what_hooks_may_give(rank: int) -> None:
     fully_shard(wrong)
     of_shape = "fsdp_post_all_gather of parameter 'weight': expected a tensor of shape (7, 4)"
     assert of_shape in error_of(lambda: wrong(x))
-
-
-@on_ranks(2)
-def test_an_evaluation_in_full_precision_before_the_backward(rank: int) -> None:
-    with mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"):
-        model = _units("scaled", mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-        loss = model(torch.ones(2, 6)).square().sum()
-        model.eval()
-        with torch.no_grad():
-            assert model(torch.ones(2, 6)).dtype is torch.float32
-        model.train()
-        loss.backward()
-        found = gradients(model)
-        model.zero_grad()
-        model(torch.ones(2, 6)).square().sum().backward()
-        assert different(gradients(model), found) == []
 
 
 @on_ranks(2)
