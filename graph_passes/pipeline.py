@@ -112,11 +112,6 @@ class Pipeline:
             self.observe(graph, stage)
             verify_graph(graph, pass_.name, before)
 
-    def stages(self) -> dict[str, str]:
-        """Return the first docstring line of each pass by the name of its stage, in order."""
-        summaries = [pass_.summary for pass_ in self.passes]
-        return dict(zip(self._stage_names(), summaries, strict=True))
-
     def text(self) -> str:
         """Return a line for each pass: its name, whether it keeps numbers bitwise, its summary."""
         width = max((len(pass_.name) for pass_ in self.passes), default=0)

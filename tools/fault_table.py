@@ -503,12 +503,4 @@ FAULTS = (
         "message_bytes",
         ("tests/estimator/test_estimator.py",),
     ),
-    Fault(
-        "explain-counts-compilation",
-        "explain() takes the time of a compilation for that of the step",
-        "RecordedStep._ms",
-        "moment_ns - compiled - _begin_of(self.events)",
-        "moment_ns - _begin_of(self.events)",
-        ("tests/observe/test_steps.py",),
-    ),
 )

@@ -7,28 +7,23 @@ DIR``, or ``record_artifacts``, shows them. Without a listener no text is made.
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import fx
-from torch._dynamo.callback import callback_handler  # tells when compilation begins and ends
 
 # Private: there is no public way to add to what tlparse reads.
 from torch._logging._internal import trace_structured
 
-from fsdp_dynamo.dynamo.untraced import UNDER_LOCK, untraced
 from graph_passes.graph_utils import is_backward
 from graph_passes.text.listing import listing
 
 PREFIX = "fsdp_dynamo."
 DECOMPILED = PREFIX + "dynamo.decompiled"
-STAGES = PREFIX + "stages"
 
 _trace_log = logging.getLogger("torch.__trace")
 
@@ -85,19 +80,12 @@ def emit_graph(graph: fx.Graph, stage: str, phase: str = "") -> None:
     emit(f"{PREFIX}{phase}.{stage}", text)
 
 
-def emit_stages(stages: Mapping[str, str]) -> None:
-    """Emit one line of description for each stage of a pipeline, by name."""
-    emit(STAGES, lambda: json.dumps(dict(stages)))
-
-
 class _Listener(logging.Handler):
     def __init__(self, artifacts: list[Artifact]) -> None:
         super().__init__(logging.DEBUG)
         self._artifacts = artifacts
 
     def emit(self, record: logging.LogRecord) -> None:
-        for each in _open:  # a reset of Dynamo dropped the callbacks; register them again
-            each.listen()
         metadata = getattr(record, "metadata", None)
         payload = getattr(record, "payload", None)
         if not isinstance(metadata, dict) or not isinstance(payload, str):
@@ -119,56 +107,6 @@ def record_artifacts() -> Iterator[list[Artifact]]:
         _trace_log.removeHandler(listener)
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """Span of a compilation, in ``time.perf_counter_ns``."""
-
-    begin_ns: int
-    end_ns: int
-
-
-@contextmanager
-def record_compilations() -> Iterator[list[Compilation]]:
-    """Collect the spans in which Dynamo, or a backward that is compiled later, compiles."""
-    recording = _CompilationRecording()
-    _open.append(recording)
-    for each in _open:  # a reset of Dynamo may have dropped the callbacks of outer contexts
-        each.listen()
-    try:
-        yield recording.found
-    finally:
-        _open.remove(recording)
-        recording.stop()
-
-
-class _CompilationRecording:
-    def __init__(self) -> None:
-        self.found: list[Compilation] = []
-        self._began_ns = 0
-
-    @untraced(UNDER_LOCK)
-    def _begin(self, _: Any) -> None:
-        self._began_ns = time.perf_counter_ns()
-
-    @untraced(UNDER_LOCK)
-    def _end(self, _: Any) -> None:
-        self.found.append(Compilation(self._began_ns, time.perf_counter_ns()))
-
-    def listen(self) -> None:
-        if self._begin not in callback_handler.start_callbacks:
-            self._began_ns = time.perf_counter_ns()
-            callback_handler.register_start_callback(self._begin)
-            callback_handler.register_end_callback(self._end)
-
-    def stop(self) -> None:
-        if self._begin in callback_handler.start_callbacks:
-            callback_handler.remove_start_callback(self._begin)
-            callback_handler.remove_end_callback(self._end)
-
-
-_open: list[_CompilationRecording] = []
-
-
 def is_recording() -> bool:
     """Whether artifacts are being recorded, so that no code may come from a cache."""
     return any(isinstance(handler, _Listener) for handler in _trace_log.handlers)
@@ -177,15 +115,11 @@ def is_recording() -> bool:
 __all__ = [
     "DECOMPILED",
     "PREFIX",
-    "STAGES",
     "Artifact",
-    "Compilation",
     "Frame",
     "emit",
     "emit_graph",
-    "emit_stages",
     "is_recording",
     "record_artifacts",
-    "record_compilations",
     "unit_now",
 ]

@@ -128,9 +128,7 @@ def _what_for(gm: fx.GraphModule) -> str:
 
 def _pipeline(passes: Sequence[GraphPass]) -> Pipeline:
     """Return a pipeline that emits every graph at every stage as an artifact."""
-    pipeline = Pipeline(passes, artifacts.emit_graph)
-    artifacts.emit_stages(pipeline.stages())
-    return pipeline
+    return Pipeline(passes, artifacts.emit_graph)
 
 
 def fsdp_dynamo_aot_eager(

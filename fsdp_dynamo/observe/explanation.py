@@ -12,7 +12,7 @@ from fsdp_dynamo.observe.command_line import format_bytes, format_table
 from fsdp_dynamo.observe.training_step import GraphBreak, Recompile
 from graph_passes.report import GraphReport, TransferReport
 
-VERSION = 8
+VERSION = 9
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -39,21 +39,8 @@ class UnitSummary:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Compilation during a step, which the times of events exclude.
-
-    Attributes:
-        at_ms: time of ``MeasuredEvent`` at which it happened; that clock stops meanwhile.
-        ms: duration.
-    """
-
-    at_ms: float
-    ms: float
-
-
-@dataclass(frozen=True)
 class MeasuredEvent:
-    """Recorded event; times are milliseconds since the first event, excluding compilation.
+    """Recorded event; times are milliseconds since the first event.
 
     Attributes:
         unit: FQN, ``""`` for the root.
@@ -100,8 +87,6 @@ class StepReport:
         measured: events of the step, in order of issue.
         recompiles: graphs that were compiled again, with the guard that failed.
         compiled_alone: by FQN of a unit, why it does not share the compiled code of equal units.
-        model: class of the model.
-        cuts: compilation that the times of ``measured`` exclude.
     """
 
     mode: Literal["graph", "hooks"]
@@ -115,8 +100,6 @@ class StepReport:
     measured: tuple[MeasuredEvent, ...]
     recompiles: tuple[Recompile, ...] = ()
     compiled_alone: Mapping[str, str] = field(default_factory=dict)
-    model: str = ""
-    cuts: tuple[Cut, ...] = ()
 
     def to_json(self) -> str:
         """Return the report as JSON; equal reports give equal text."""
@@ -137,7 +120,6 @@ class StepReport:
             "units": UnitSummary,
             "measured": MeasuredEvent,
             "graph_breaks": GraphBreak,
-            "cuts": Cut,
             "recompiles": Recompile,
         }
         for name, part in parts.items():
@@ -266,7 +248,6 @@ def _header(report: StepReport) -> str:
     unsharded = sum(unit.unsharded_bytes for unit in report.units)
     sharded = sum(unit.sharded_bytes for unit in report.units)
     padding = sum(unit.padding_bytes for unit in report.units)
-    cut_ms = sum(cut.ms for cut in report.cuts)
     return (
         f"{report.mode} mode, {report.backend}, {report.device}, "
         f"{_count(report.world_size, 'rank')}: {_count(len(report.units), 'unit')}, "
@@ -274,7 +255,6 @@ def _header(report: StepReport) -> str:
         f"{_count(len(report.graph_breaks), 'graph break')}\n"
         f"flat parameters: {format_bytes(unsharded)} unsharded, {format_bytes(sharded)} per rank"
         + (f", {format_bytes(padding)} of padding" if padding else "")
-        + (f"\ncompiled in the step: {cut_ms:.0f} ms, which are left out" if cut_ms else "")
     )
 
 
@@ -456,4 +436,4 @@ def _recompiles(report: StepReport) -> str:
     return "\n".join(["recompiles, with the guard that failed:", *rows])
 
 
-__all__ = ["Cut", "MeasuredEvent", "StepReport", "UnitSummary"]
+__all__ = ["MeasuredEvent", "StepReport", "UnitSummary"]

@@ -1,13 +1,11 @@
-"""Timelines of a step, simulated and measured, as a picture or a trace."""
+"""Timelines of a step, simulated and measured, as a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from fsdp_dynamo.errors import FSDPError
 from fsdp_dynamo.observe.explanation import StepReport
 
 COMPUTE = "compute"
@@ -111,53 +109,3 @@ def _complete(pid: int, lanes: list[str], bars: list[Bar]) -> Iterator[dict[str,
             "args": {"unit": bar.unit, "exposed_ms": bar.exposed_ms, "bytes": bar.num_bytes}
             | ({"bytes are": bar.bytes_are} if bar.num_bytes else {}),
         }
-
-
-def save_picture(report: StepReport, path: str | Path) -> None:
-    """Draw both timelines; see ``Explanation.save_picture``."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FSDPError(
-            f"save_picture: expected matplotlib to be installed, got {error}. pip install "
-            "matplotlib, or use save_trace(), which needs no extra package."
-        ) from error
-    sides = [("simulated", simulated_bars(report)), ("measured", measured_bars(report))]
-    sides = [(title, bars) for title, bars in sides if bars]
-    heights = [len(lanes_of(bars)) + 1 for _, bars in sides] or [1]
-    figure = Figure(figsize=(12, 0.55 * sum(heights) + 1.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
-    axes = grid[:, 0]
-    colours = _colours([unit.unit for unit in report.units])
-    for axis, (title, bars) in zip(axes, sides, strict=False):
-        _draw(axis, title, bars, colours)
-    axes[-1].set_xlabel("ms")
-    figure.savefig(path, dpi=120)
-
-
-def _draw(axis: Any, title: str, bars: list[Bar], colours: dict[str, Any]) -> None:
-    """Draw a timeline: a row per lane, a colour per unit, dark edges for exposed collectives."""
-    lanes = lanes_of(bars)
-    longest = max(bar.end_ms for bar in bars)
-    for bar in bars:
-        width = bar.end_ms - bar.begin_ms
-        row = lanes.index(bar.lane)
-        colour = colours.get(bar.unit, "#d8dbdc")
-        edge = "#1c2321" if bar.exposed_ms > longest / 200 else "none"
-        axis.barh(row, width, left=bar.begin_ms, height=0.8, color=colour, edgecolor=edge)
-        if width > longest / 18:
-            middle = bar.begin_ms + width / 2
-            label = bar.unit.rpartition(".")[2] or "root"
-            axis.text(middle, row, label, ha="center", va="center", fontsize=7, clip_on=True)
-    axis.set_yticks(range(len(lanes)), lanes)
-    axis.invert_yaxis()
-    axis.set_title(f"{title}: {longest:.2f} ms; dark edge: exposed", loc="left", fontsize=9)
-
-
-def _colours(units: list[str]) -> dict[str, Any]:
-    from matplotlib import colormaps
-
-    palette = colormaps["tab20"]
-    return {unit: palette(i % 20) for i, unit in enumerate(units)}

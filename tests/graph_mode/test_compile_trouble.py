@@ -239,7 +239,7 @@ def test_warming_up_for_accumulation_and_evaluation(rank: int) -> None:
     wrapped = shard(_classifier())
     model, given = in_mode(wrapped, "graph"), examples(rank)
     warmup(model, [given], classification_loss, accumulation=True, evaluation=True)
-    with artifacts.record_compilations() as compilations:
+    with artifacts.record_artifacts() as written:
         with wrapped.no_sync():
             classification_loss(model, given).backward()
         classification_loss(model, given).backward()
@@ -247,7 +247,7 @@ def test_warming_up_for_accumulation_and_evaluation(rank: int) -> None:
         with torch.no_grad():
             classification_loss(model, given)
     assert model.training is False
-    assert compilations == []
+    assert written == []
 
 
 @on_ranks(2)

@@ -1,10 +1,9 @@
-"""explain(): reports, text, JSON, trace, picture, and a real step that changes nothing."""
+"""explain(): reports, text, JSON, trace, and a real step that changes nothing."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from modes import in_mode
 from planned_graphs import Place, make_planned
 from pool import on_ranks
 
-from fsdp_dynamo import FSDPError, FSDPStateError, FSDPTypeError, FSDPValueError, record_events
+from fsdp_dynamo import FSDPStateError, FSDPTypeError, FSDPValueError, record_events
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.explanation import MeasuredEvent, UnitSummary
 from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
@@ -146,7 +145,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert back == explanation
     assert str(back) == str(explanation)
     for text in ("[]", "{}", '{"version": 99}'):
-        with pytest.raises(ValueError, match="explanation: expected JSON of version 8"):
+        with pytest.raises(ValueError, match="explanation: expected JSON of version 9"):
             Explanation.from_json(text)
 
 
@@ -176,18 +175,6 @@ def test_trace(tmp_path: Path) -> None:
     assert trace["traceEvents"] == trace_events(explanation)
     lanes = [bar.lane for bar in simulated_bars(explanation)]
     assert (lanes.count("compute"), lanes.count("link g")) == (8, 6)
-
-
-def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "picture.png"
-    _explanation().save_picture(path)
-    assert path.read_bytes()[:4] == b"\x89PNG"
-    assert path.stat().st_size > 5000
-    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(FSDPError, match=r"save_picture: expected matplotlib .* save_trace"):
-        _explanation().save_picture(path)
 
 
 # -- a real step ----------------------------------------------------------------------------------

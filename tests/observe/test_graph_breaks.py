@@ -170,24 +170,11 @@ def test_a_step_that_compiles_is_not_measured(rank: int, mode: str) -> None:
         torch.compile(model, backend="eager")(torch.ones(2, 4)).sum().backward()
     explanations.append(explain(compiled, torch.ones(2, 4)))
     for found in explanations:
-        assert (found.num_graphs, found.graph_breaks, found.cuts) == (1, (), ())
+        assert (found.num_graphs, found.graph_breaks) == (1, ())
         assert sum(event.is_collective for event in found.measured) >= 2
         assert len(found.graphs) == (0 if mode == "hooks" else 2)
     guards = [one.guard.partition(" == ")[0][-6:] for one in explanations[0].recompiles]
     assert guards in ([], [".calls"])
-
-
-@on_ranks(2)
-def test_where_every_step_compiles_it_is_said(rank: int) -> None:
-    def loss(output: torch.Tensor) -> torch.Tensor:
-        torch.compiler.reset()  # each backward, and the next forward, compile again
-        return output.sum()
-
-    compiled = in_mode(FSDP(nn.Sequential(nn.Linear(4, 4), _Breaks())), "hooks")
-    found = explain(compiled, torch.ones(2, 4), loss_fn=loss)
-    left_out = sum(cut.ms for cut in found.cuts)
-    assert left_out > 0
-    assert f"compiled in the step: {left_out:.0f} ms, which are left out" in str(found)
 
 
 def _trained(limit: int, explains: bool) -> list[Explanation] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +18,12 @@ from modes import in_mode
 from pool import on_ranks
 from torch import nn
 
-from fsdp_dynamo import FSDPStateError, FSDPValueError, inspect_graphs, record_events
-from fsdp_dynamo.dynamo.artifacts import STAGES, Artifact, Frame
+from fsdp_dynamo import FSDPStateError, FSDPValueError, inspect_graphs
+from fsdp_dynamo.dynamo.artifacts import Artifact, Frame
 from fsdp_dynamo.observe.command_line import load_function
 from fsdp_dynamo.observe.inspection.__main__ import main
-from fsdp_dynamo.observe.inspection.listings import Listing, describe_stages, listings_of
+from fsdp_dynamo.observe.inspection.listings import Listing, listings_of
 from graph_passes.graph_pass import as_pass
-from graph_passes.pipeline import Pipeline
 from graph_passes.text.listing import Line, listing, of_unit, units_in
 
 # -- listings -------------------------------------------------------------------------------------
@@ -112,7 +110,7 @@ def test_no_two_files_have_one_name() -> None:
     ]
 
 
-# -- what stages are ------------------------------------------------------------------------------
+# -- what passes are ------------------------------------------------------------------------------
 
 
 def _documented(graph: torch.fx.Graph, more: int = 0) -> None:
@@ -141,22 +139,11 @@ class _Plain:
         """Not this."""
 
 
-def test_stages_are_explained_by_docstrings() -> None:
+def test_passes_are_explained_by_docstrings() -> None:
     assert as_pass(partial(_documented, more=1)).summary == "Looks at the graph."
     assert as_pass(_Made()).summary == "Says what it is in its class."
     for without in (_bare, _Plain(), lambda graph: None):
         assert as_pass(without).summary == ""
-    stages = Pipeline([_documented, _bare, _documented]).stages()
-    found = describe_stages(
-        [Artifact(STAGES, Frame(0, 0), "", json.dumps(stages))],
-        ["partition", *stages, "after_unheard_of", "no_stage_of_ours"],
-    )
-    assert "no pass has run" in found["partition"]
-    assert found["after__documented"] == "Pass _documented: Looks at the graph."
-    assert found["after__documented_2"] == "Pass _documented_2: Looks at the graph."
-    assert found["after__bare"] == "Pass _bare: no docstring."
-    assert found["after_unheard_of"] == "Pass unheard_of: no docstring."
-    assert found["no_stage_of_ours"] == ""
 
 
 # -- real steps ---------------------------------------------------------------------------------
@@ -185,7 +172,7 @@ def test_the_graph_mode_stage_by_stage(rank: int, tmp_path: Path) -> None:
     """Of all ranks."""
     texts = _inspected(tmp_path, "graph", rank=None)
     folder = tmp_path / f"rank{rank}"
-    assert {path.name for path in folder.iterdir()} == {*texts, "index.html"}
+    assert {path.name for path in folder.iterdir()} == {*texts}
     for name, text in texts.items():
         assert (folder / name).read_text() == text
         ast.parse(text, name)
@@ -196,9 +183,6 @@ def test_the_graph_mode_stage_by_stage(rank: int, tmp_path: Path) -> None:
     assert set(units_in(joint)) == {"", "blocks.0", "blocks.1"}
     assert not any("graph1" in name for name in texts), "a body of a region is no graph"
     assert "__compiled_fn" in texts["_whole.dynamo.decompiled.py"]
-    page = (folder / "index.html").read_text()
-    assert "Pass planner: Place all collectives" in page
-    assert '"start":{"owner":2,"phase":"backward"}' in page, "at blocks.0"
     kinds = [Line.parse(x) for x in texts["_whole.backward.after_planner.py"].splitlines()]
     reductions = [x.unit for x in kinds if x.kind == "reduce_scatter" and not x.is_wait]
     assert reductions == ["blocks.1", "blocks.0", ""]
@@ -229,7 +213,7 @@ def test_the_hooks_mode_unit_by_unit(rank: int, tmp_path: Path) -> None:
     assert "aten.mm" in texts["_root.graph1.backward.partition.py"]
     assert "aten.mm" not in texts["_root.backward.partition.py"]
     dist.barrier()
-    assert {path.name for path in tmp_path.iterdir()} == {*texts, "index.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {*texts}
 
 
 def _broken_pass(graph: torch.fx.Graph) -> None:
@@ -243,7 +227,7 @@ def test_what_came_before_a_failure_is_written(rank: int, tmp_path: Path) -> Non
         step(batch(rank, 0)).sum().backward()
     dist.barrier()
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"index.html", "_whole.joint.traced.py", "_whole.forward.partition.py"} <= names
+    assert {"_whole.joint.traced.py", "_whole.forward.partition.py"} <= names
     assert "_whole.forward.after__broken_pass.py" not in names
 
 
@@ -255,16 +239,14 @@ def test_no_such_rank(tmp_path: Path) -> None:
         pytest.fail("entered")
 
 
-def test_inside_a_recording_without_depyf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warning names the caller's line; events of the recording are its own."""
+def test_without_depyf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning names the caller's line."""
     monkeypatch.setitem(sys.modules, "depyf", None)
     compiled = torch.compile(nn.Linear(2, 2), backend="aot_eager")
-    with pytest.warns(UserWarning, match="depyf") as said, record_events() as log:  # noqa: SIM117
-        with inspect_graphs(tmp_path):
-            compiled(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(UserWarning, match="depyf") as said, inspect_graphs(tmp_path):
+        compiled(torch.ones(1, 2)).sum().backward()
     assert [x.filename for x in said if "depyf" in str(x.message)] == [__file__]
-    assert log == []
-    assert (tmp_path / "index.html").exists()
+    assert [*tmp_path.glob("_root.backward.partition.py")]
 
 
 def test_nothing_compiled_is_said(tmp_path: Path) -> None:
@@ -303,7 +285,7 @@ def test_the_command(
     main([*arguments, "--out", "seen", "--", "3"])
     said = capsys.readouterr().out
     assert "() ['3']" in said
-    assert "index.html" in said
+    assert "listings in seen" in said
     (file,) = (tmp_path / "seen").glob("*.backward.partition.py")
     assert "f32[3, 4]" in file.read_text()
     with pytest.raises(FSDPStateError, match="nothing was compiled") as raised:

@@ -120,7 +120,7 @@ def test_the_recipes_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.Mo
     recipes = [_recipe(mark) for mark in (*marks, "weight_decay", "print_products")]
     recipes[-1] = recipes[-1].replace('"fsdp_dynamo"', '"fsdp_dynamo_aot_eager"')
     saved, _ = ranks.run(_run_recipes, 2, str(tmp_path), _ten_lines(), *recipes)
-    assert (tmp_path / "out" / "index.html").is_file()
+    assert (tmp_path / "out" / "_whole.backward.after_planner.py").is_file()
 
     monkeypatch.chdir(tmp_path)
     section = CHECKPOINTS.read_text().partition("## Into a plain model\n")[2].partition("\n## ")[0]

@@ -58,7 +58,7 @@ with fsdp_dynamo.inspect_graphs(sys.argv[1]):
         losses.append(loss.item())
 assert losses[2] < losses[1] < losses[0], losses
 if dist.get_rank() == 0:
-    assert "</html>" in Path(sys.argv[1], "index.html").read_text()
+    assert [*Path(sys.argv[1]).glob("_whole.backward.after_planner.py")]
 assert "transformers" not in sys.modules and "accelerate" not in sys.modules
 dist.destroy_process_group()
 print("rank is done")

@@ -1,11 +1,10 @@
-"""``inspect_graphs``: compiled graphs after every stage, as files and as an HTML page."""
+"""``inspect_graphs``: compiled graphs after every stage, as files."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,25 +12,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.dynamo.artifacts import (
-    Artifact,
-    Compilation,
-    record_artifacts,
-    record_compilations,
-)
+from fsdp_dynamo.dynamo.artifacts import record_artifacts
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, how_to_install
-from fsdp_dynamo.events import EventLog, Model, record_events
-from fsdp_dynamo.graph_mode.planning import PlanLog, record_plans
-from fsdp_dynamo.observe.explain import RecordedStep, reports_of, steps_in
-from fsdp_dynamo.observe.explanation import StepReport, UnitSummary
 from fsdp_dynamo.observe.inspection.listings import (
     Listing,
-    describe_stages,
     emit_decompiled,
     find_depyf,
     listings_of,
 )
-from fsdp_dynamo.observe.inspection.page import ShownStep, render_page
 
 
 @dataclass
@@ -57,9 +45,9 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
             step(batch).sum().backward()
 
     The folder gets one file per graph and stage, named by unit, phase and stage
-    (``layers.3.backward.after_planner.py``; ``_whole`` is a whole step, ``_root`` the root), and
-    an ``index.html`` with the stages side by side and the timeline of the last step. Existing files
-    of these names are overwritten. If a step fails, the graphs compiled before it are written.
+    (``layers.3.backward.after_planner.py``; ``_whole`` is a whole step, ``_root`` the root).
+    Existing files of these names are overwritten. If a step fails, the graphs compiled before it
+    are written.
 
     Everything is compiled again, without caches; results do not change. Without depyf (the extra
     ``inspection``) the decompiled code is left out, with a warning.
@@ -87,19 +75,17 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
         no_caches = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
         stack.enter_context(torch._inductor.config.patch(no_caches))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        plans = stack.enter_context(record_plans())
-        log = stack.enter_context(record_events())
         artifacts = stack.enter_context(record_artifacts())
-        compilations = stack.enter_context(record_compilations())
         stack.enter_context(emit_decompiled(depyf))
         try:
             yield inspection
             completed = True
         finally:  # also after an error: the graphs before a failed compilation help to find it
             inspection.listings = listings_of(artifacts)
-            if inspection.listings and inspection.folder is not None:
-                steps = _last_steps(plans, log, compilations)
-                _write(inspection.folder, inspection.listings, artifacts, steps)
+            if inspection.folder is not None:
+                for listing in inspection.listings:
+                    path = inspection.folder / listing.file_name
+                    path.write_text(listing.text, encoding="utf-8")
     if completed and not inspection.listings:
         raise nothing_compiled("Call what torch.compile returned inside, not the model itself.")
 
@@ -140,95 +126,6 @@ def nothing_compiled(fix: str) -> NothingCompiledError:
         "inspect_graphs(): expected a step of a compiled model inside the context, got none: "
         f"nothing was compiled. {fix}"
     )
-
-
-def _last_steps(
-    plans: PlanLog, log: EventLog, compilations: Sequence[Compilation]
-) -> list[ShownStep]:
-    """Return the last step of each model; the recording is still open."""
-    log.read_clock()
-    recorded = steps_in(log, compilations)
-    names = _names_of(recorded)
-    return [
-        ShownStep(
-            _report_of(_shown_of(of_model)[-1], plans, model.name),
-            names[model] if len(names) > 1 else "",
-            _note_on(of_model),
-        )
-        for model, of_model in recorded.items()
-    ]
-
-
-def _shown_of(recorded: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
-    """Return the steps with a backward, or all steps if none has one; the page shows the last."""
-    return [step for step in recorded if step.has_backward] or recorded
-
-
-def _names_of(models: Iterable[Model]) -> dict[Model, str]:
-    """Name models by their classes; the second and later models of a class are numbered."""
-    taken: Counter[str] = Counter()
-    names = {}
-    for model in models:
-        taken[model.name] += 1
-        number = taken[model.name]
-        names[model] = f"{model.name} {number}" if number > 1 else model.name
-    return names
-
-
-def _report_of(step: RecordedStep, plans: PlanLog, model: str) -> StepReport:
-    graphs = reports_of(plans, step)
-    return StepReport(
-        mode="graph" if step.is_graph_mode else "hooks",
-        backend="",
-        device="",
-        world_size=_world_size(),
-        units=tuple(UnitSummary(unit, "", 0, 0, 0, 0) for unit in step.units),
-        num_graphs=len(graphs),
-        graph_breaks=(),
-        graphs=graphs,
-        measured=step.measured(),
-        model=model,
-        cuts=step.cuts(),
-    )
-
-
-def _note_on(recorded: Sequence[RecordedStep]) -> str:
-    """Say which of a model's steps is shown, and whether it contains compilation."""
-    shown = _shown_of(recorded)
-    several = len(shown) > 1
-    which = f"The last of {len(shown)} recorded steps" if several else "The only recorded step"
-    if not shown[-1].has_backward:
-        which += ", all without a backward" if several else ", without a backward"
-    elif len(shown) < len(recorded):
-        which += " with a backward"
-    compiled_ms = sum(cut.ms for cut in shown[-1].cuts())
-    if not compiled_ms:
-        return f"{which}."
-    return (
-        f"{which}, with compilation ({compiled_ms / 1e3:.1f} s, cut out where hatched). "
-        "Run one more step in the context to avoid it."
-    )
-
-
-def _write(
-    folder: Path,
-    listings: Sequence[Listing],
-    artifacts: Sequence[Artifact],
-    steps: Sequence[ShownStep],
-) -> None:
-    for listing in listings:
-        (folder / listing.file_name).write_text(listing.text, encoding="utf-8")
-    modes = dict.fromkeys(step.report.mode for step in steps)
-    num_units = sum(len(step.report.units) for step in steps)
-    num_graphs = len({(x.unit, x.graph) for x in listings})
-    models = f"{len(steps)} models, " if len(steps) > 1 else ""
-    subtitle = (
-        f"{' and '.join(modes)} mode, rank {_own_rank()} of {_world_size()}, {models}"
-        f"{num_units} units, {num_graphs} graphs and parts, torch {torch.__version__}"
-    )
-    descriptions = describe_stages(artifacts, [x.stage for x in listings])
-    page = render_page(listings, steps, subtitle, descriptions)
-    (folder / "index.html").write_text(page, encoding="utf-8")
 
 
 __all__ = ["Inspection", "Listing", "inspect_graphs"]

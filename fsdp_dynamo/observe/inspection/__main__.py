@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "It must run a step of what torch.compile returned."
         ) from None
     if found.folder is not None:
-        print(f"rank {own}: {len(found.listings)} listings, {found.folder / 'index.html'}")
+        print(f"rank {own}: {len(found.listings)} listings in {found.folder}")
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +12,8 @@ from types import CodeType, ModuleType
 
 import torch
 
-from fsdp_dynamo.dynamo.artifacts import DECOMPILED, PREFIX, STAGES, Artifact, Frame, emit
+from fsdp_dynamo.dynamo.artifacts import DECOMPILED, PREFIX, Artifact, Frame, emit
 from graph_passes.text.listing import Line, of_unit, units_in
-
-PHASES = ("dynamo", "joint", "forward", "backward")
 
 _DYNAMO_STAGES = {
     "dynamo_output_graph": ("dynamo", "captured"),
@@ -45,7 +42,7 @@ class Listing:
     Attributes:
         unit: FQN, ``""`` for the root; ``None`` for the graph of a whole step.
         graph: index among the unit's graphs, in order of compilation.
-        phase: one of ``PHASES``.
+        phase: ``"dynamo"``, ``"joint"``, ``"forward"`` or ``"backward"``.
         stage: ``"partition"``, ``"after_planner"``, ``"inductor"`` and so on.
         text: the code.
         variant: number of earlier listings with the same file name, ignoring case.
@@ -179,57 +176,3 @@ def _decompile(depyf: ModuleType, code: CodeType, new_code: CodeType) -> str:
         return where + str(depyf.decompile(new_code))
     except Exception as error:  # depyf raises errors of many kinds; none may stop the user's step
         return f"{where}# depyf could not decompile it: {type(error).__name__}: {error}\n"
-
-
-# -- stages ----------------------------------------------------------------------------------------
-# Descriptions of phases and stages, for readers new to them.
-
-
-PHASE_DESCRIPTIONS: dict[str, str] = {
-    "dynamo": "Dynamo, the front end of torch.compile, traces your Python code.",
-    "joint": "Forward and backward in one graph, before the partition.",
-    "forward": "The graph of the forward.",
-    "backward": "The graph of the backward.",
-}
-_STAGE_DESCRIPTIONS: dict[str, str] = {
-    "captured": "The graph that Dynamo captured: the calls of your model, without gradients.",
-    "decompiled": "The code that Dynamo runs in place of your function, decompiled by depyf.",
-    "traced": "Forward and backward in one graph of ATen operators, traced by AOTAutograd.",
-    "partition": "This phase's graph, cut out of the joint graph; no pass has run yet.",
-    "lowered": "The graph as it runs: collectives and writes are calls into fsdp_dynamo.",
-    "inductor": "The code that Inductor generated from the graph.",
-}
-"""Descriptions of the stages that are not passes."""
-
-_AFTER = "after_"
-
-
-def describe_stages(artifacts: Iterable[Artifact], stages: Iterable[str]) -> dict[str, str]:
-    """Return a line on each stage; passes are described by the first lines of their docstrings."""
-    passes: dict[str, str] = {}
-    for artifact in artifacts:
-        if artifact.name == STAGES:
-            passes.update(json.loads(artifact.text))
-    found = {}
-    for stage in dict.fromkeys(stages):
-        if stage.startswith(_AFTER):
-            name = stage.removeprefix(_AFTER)
-            found[stage] = f"Pass {name}: {passes.get(stage) or 'no docstring.'}"
-        else:
-            found[stage] = _STAGE_DESCRIPTIONS.get(stage, "")
-    return found
-
-
-def initial_stage(listings: Sequence[Listing]) -> int:
-    """Return the index of the stage of a phase that the page shows first, next to its predecessor.
-
-    It is the last pass that changed the graph (usually the planner), or else the last stage.
-    """
-    indices = range(len(listings) - 1, 0, -1)
-    return next((i for i in indices if is_changed(listings, i)), len(listings) - 1)
-
-
-def is_changed(listings: Sequence[Listing], index: int) -> bool:
-    """Return whether a stage is that of a pass that changed the graph."""
-    listing = listings[index]
-    return listing.stage.startswith(_AFTER) and listing.text != listings[index - 1].text
