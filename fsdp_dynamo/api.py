@@ -68,15 +68,6 @@ class ShardingStrategy(Enum):
             ShardingStrategy.HIERARCHICAL_SHARD,
         )
 
-    @property
-    def resharding(self) -> ShardingStrategy | None:
-        """Strategy that differs only in resharding after the forward; ``None``: there is none."""
-        if self is ShardingStrategy.SHARD_GRAD_OP:
-            return ShardingStrategy.FULL_SHARD
-        if self is ShardingStrategy.HYBRID_SHARD_ZERO2:
-            return ShardingStrategy.HYBRID_SHARD
-        return None
-
 
 class BackwardPrefetch(Enum):
     """When the backward issues the all-gather of its next unit.
@@ -481,15 +472,12 @@ class Arguments(UnitArguments):
             again with meta tensors.
         device_id: device to which the module is moved before it is sharded.
         sync_module_states: broadcast rank 0's parameters and buffers first.
-        unsharded_budget_bytes: with ``SHARD_GRAD_OP`` and ``HYBRID_SHARD_ZERO2``, bytes of
-            unsharded parameters that may stay between forward and backward, besides the root's. The
-            last units of the forward that fit stay; the others reshard. By default all stay.
         shard_placement_fn: called with each parameter before anything is changed; returns ``None``
             or ``Shard``. Ranks must divide dimensions other than the first. (``fully_shard``'s.)
 
     Raises:
         FSDPTypeError: an argument has the wrong type.
-        FSDPValueError: ``param_init_fn``, a wire format or the budget is invalid.
+        FSDPValueError: ``param_init_fn`` or a wire format is invalid.
     """
 
     process_group: object | None = None
@@ -501,7 +489,6 @@ class Arguments(UnitArguments):
     param_init_fn: Callable[[nn.Module], None] | None = None
     device_id: torch.device | None = None
     sync_module_states: bool = False
-    unsharded_budget_bytes: int | None = None
     shard_placement_fn: PlacementFn | None = None
 
     def __post_init__(self) -> None:
@@ -513,7 +500,6 @@ class Arguments(UnitArguments):
                 f"{self.param_init_fn!r}. Pass a function that writes a module's own parameters "
                 "and buffers."
             )
-        _check_budget(self.unsharded_budget_bytes, self.sharding_strategy)
 
     def for_units(self) -> dict[str, Any]:
         """The arguments that units keep, by name."""
@@ -594,23 +580,6 @@ def converted(name: str, value: object) -> object:
         FSDPValueError: a value that is not valid.
     """
     return _CONVERTERS[name](value) if name in _CONVERTERS else value
-
-
-def _check_budget(budget_bytes: object, strategy: ShardingStrategy) -> None:
-    if budget_bytes is None:
-        return
-    where = "argument 'unsharded_budget_bytes'"
-    fix = "Pass the bytes that units may hold between forward and backward, such as 4 << 30."
-    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
-        raise FSDPTypeError(f"{where}: expected an int or None, got {budget_bytes!r}. {fix}")
-    if budget_bytes < 0:
-        raise FSDPValueError(f"{where}: expected 0 or more, got {budget_bytes}. {fix}")
-    if strategy.resharding is None:
-        keeping = ", ".join(one.name for one in ShardingStrategy if one.resharding is not None)
-        raise FSDPValueError(
-            f"{where}: expected one of {keeping}, got {strategy.name}. Choose one of these "
-            "strategies, or leave the budget out."
-        )
 
 
 __all__ = [

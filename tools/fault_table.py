@@ -129,7 +129,7 @@ FAULTS = (
         "_reshards_after_forward",
         "unit.config.sharding_strategy.reshards_after_forward and not outermost",
         "not outermost",
-        ("tests/wrap/test_fsdp2_methods.py", "tests/wrap/test_unsharded_budget.py"),
+        ("tests/wrap/test_fsdp2_methods.py", "tests/wrap/test_reshard_after_forward.py"),
     ),
     Fault(
         "prefetch-order",

@@ -99,7 +99,6 @@ def fully_shard(
     sync_module_states: bool = False,
     reduction_group: dist.ProcessGroup | None = None,
     collective_precision: CollectivePrecision | None = None,
-    unsharded_budget_bytes: int | None = None,
 ) -> ModuleT:
     """Make a module a unit in place; with a policy, submodules of it too.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -115,7 +115,6 @@ def construct(
         _place_parameters(planned, chosen, given.shard_placement_fn)
     units = build.build_units(planned, chosen.config_of, values)
     keep_full_precision(module, chosen)
-    limit_unsharded(module, units, given.unsharded_budget_bytes)
     watch_optimizers([flat for unit in units.values() for flat in unit.flats])
     return Constructed(units, ignored)
 
@@ -258,45 +257,3 @@ def _own_dtype(module: nn.Module) -> torch.dtype:
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     return dtypes[0] if dtypes else torch.float32
-
-
-# -- kept units ------------------------------------------------------------------------------------
-# ``unsharded_budget_bytes``: which units stay unsharded between forward and backward.
-#
-# The last units of the forward are kept first::
-#
-#     forward    AG(1) F(1)  AG(2) F(2)  AG(3) F(3) |           B(3) RS(3)  AG(2) B(2) ...
-#     budget                                   [kept 3]
-#
-# The backward begins with unit 3, so no compute could hide its all-gather, while the backward of
-# unit 3 hides the all-gather of unit 2. Unit 3 also frees its memory first. The bytes saved are
-# those of the kept units, whichever these are.
-#
-# The choice depends only on sizes and module order, so all ranks make the same choice.
-
-
-def limit_unsharded(
-    root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: int | None
-) -> None:
-    """Make units that do not fit into the budget reshard after their forward.
-
-    A unit larger than what is left is skipped; smaller units may still fit. The root is not
-    counted, since it stays unsharded in any case.
-    """
-    if budget_bytes is None:
-        return
-    for group in next(iter(units.values())).config.groups.all:
-        require_same(group, "argument 'unsharded_budget_bytes'", str(budget_bytes))
-    left = budget_bytes
-    for module in reversed([*root.modules()]):
-        if module is root or module not in units:
-            continue
-        unit = units[module]
-        resharding = unit.config.sharding_strategy.resharding
-        held = sum(flat.unsharded_bytes for flat in unit.flats)
-        if resharding is None:  # it reshards, or is whole, as a policy says
-            continue
-        if held <= left:
-            left -= held
-        else:
-            unit.config = replace(unit.config, sharding_strategy=resharding)

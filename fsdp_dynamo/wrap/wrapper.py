@@ -74,7 +74,6 @@ class FullyShardedDataParallel(WrapperAttributes):
         device_mesh: DeviceMesh | None = None,
         reduction_group: dist.ProcessGroup | None = None,
         collective_precision: CollectivePrecision | None = None,
-        unsharded_budget_bytes: int | None = None,
     ) -> None:
         check_module(module)
         given = collect_arguments(locals())

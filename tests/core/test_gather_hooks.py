@@ -27,7 +27,6 @@ from fsdp_dynamo import (
     StateDictType,
     fully_shard,
 )
-from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 KEEP_THE_CLASS = (
     *("detach", "clone", "view", "slice", "as_strided", "split", "new_zeros", "copy_"),
@@ -365,20 +364,6 @@ def test_what_hooks_may_give(rank: int) -> None:
     fully_shard(wrong)
     of_shape = "fsdp_post_all_gather of parameter 'weight': expected a tensor of shape (7, 4)"
     assert of_shape in error_of(lambda: wrong(x))
-
-
-@on_ranks(2)
-def test_a_budget_counts_them(rank: int) -> None:
-    strategies = []
-    for plain in (_model("plain"), _model("kept")):
-        model = FSDP(
-            plain,
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-            unsharded_budget_bytes=40,
-        )
-        strategies.append([unit.config.sharding_strategy for unit in model._fsdp_root.units])
-    assert strategies[0] == strategies[1]
 
 
 @pytest.mark.parametrize(("way", "mode"), [("replicas", "eager"), ("fewer ranks", "hooks")])

@@ -329,7 +329,7 @@ TEN_BLOCKS = partial(make_transformer, num_blocks=10)  # more than Dynamo compil
 NO_SHARD = ShardingStrategy.NO_SHARD
 IMAGES = _of_numbers(2, 4, 8, 8)
 ROWS: dict[str, Row] = {
-    # The eager mode has its own tests of the first four, test_unsharded_budget.py SHARD_GRAD_OP.
+    # The eager mode has its own tests of the first four, and so has SHARD_GRAD_OP.
     "FULL_SHARD": Row(("hooks", "graph")),
     "NO_SHARD": Row(("hooks", "graph"), shard=partial(wrap, sharding_strategy=NO_SHARD)),
     "three ranks": Row(("graph",), ranks=3),
