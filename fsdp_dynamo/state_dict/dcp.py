@@ -181,7 +181,6 @@ def _load_optim_state(
     given = _received(model, state_dict, info)
     named = optim_state.named_places(model, units_in(model))
     if "state" not in given:
-        _refuse_empty_groups_of_several(optimizers)
         given = unflatten(given, {place.fqn for place in named.places.values()})
     with _configured(model, info):
         settings = methods.get_state_dict_type(model)
@@ -201,16 +200,6 @@ def _load_optim_state(
             )
     for optimizer, loaded in zip(optimizers, ready, strict=True):
         optimizer.load_state_dict(loaded)
-
-
-def _refuse_empty_groups_of_several(optimizers: Optimizers) -> None:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if len(optimizers) > 1 and not all(group["params"] for group in groups):
-        raise FSDPValueError(
-            "flattened optimizer state dict: expected one optimizer, or groups that all have "
-            f"parameters, got a group without parameters in one of {len(optimizers)} optimizers. "
-            "Leave flatten_optimizer_state_dict out, when saving and when loading."
-        )
 
 
 def _require_states(
@@ -317,22 +306,16 @@ _planners.set_up_planner = _set_up_for_ours
 # -- flattened -------------------------------------------------------------------------------------
 # Optimizer state dicts with one key per value, for ``flatten_optimizer_state_dict=True``.
 #
-# The keys are torch's: ``state.FQN.NAME`` and, for each parameter, ``param_groups.FQN.SETTING``.
-# torch drops groups without parameters. Here the k-th of them has keys ``param_groups..k.SETTING``,
-# which are no parameter's, since no FQN begins with a dot.
+# The keys are torch's: ``state.FQN.NAME`` and, for each parameter, ``param_groups.FQN.SETTING``. So
+# groups without parameters are left out.
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``."""
     flat: dict[str, Any] = dict(_leaves("state", nested["state"]))
-    num_empty = 0
     for group in nested["param_groups"]:
-        owners = group["params"]
-        if not owners:
-            owners = [f".{num_empty}"]
-            num_empty += 1
-        for owner in owners:
-            settings = {k: v for k, v in group.items() if k != "params"}
+        settings = {k: v for k, v in group.items() if k != "params"}
+        for owner in group["params"]:
             flat.update({f"param_groups.{owner}.{name}": v for name, v in settings.items()})
     return flat
 
@@ -348,7 +331,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def unflatten(flat: Mapping[str, Any], fqns: Collection[str]) -> dict[str, Any]:
     """Nest a flat state dict, with one group per parameter.
 
-    Keys of parameters not in ``fqns`` are dropped; groups without parameters stay.
+    Keys of parameters not in ``fqns`` are dropped.
     """
     states: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
@@ -364,10 +347,7 @@ def unflatten(flat: Mapping[str, Any], fqns: Collection[str]) -> dict[str, Any]:
         place[name] = value
     return {
         "state": states,
-        "param_groups": [
-            {**settings, "params": [owner] if owner in fqns else []}
-            for owner, settings in groups.items()
-        ],
+        "param_groups": [{**settings, "params": [owner]} for owner, settings in groups.items()],
     }
 
 
@@ -378,9 +358,7 @@ def fqns_of(flat: Mapping[Any, Any]) -> set[str]:
 
 
 def _owner_of(key: str, fqns: Collection[str]) -> str | None:
-    """Return the prefix of a key that is an FQN, or that stands for a group without parameters."""
+    """Return the prefix of a key that is an FQN."""
     parts = key.split(".")
-    if not parts[0]:
-        return ".".join(parts[:2])
     prefixes = (".".join(parts[:number]) for number in range(1, len(parts)))
     return next((prefix for prefix in prefixes if prefix in fqns), None)

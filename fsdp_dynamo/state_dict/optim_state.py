@@ -445,9 +445,8 @@ def _sources(
 ) -> list[int | None]:
     """Return, for each of the optimizer's groups, the number of the saved group with its settings.
 
-    A group takes the settings of the saved group that contains its parameters; a group without
-    parameters those of a saved group without parameters, or ``None`` if there is none. ``saved``
-    may contain groups of other optimizers.
+    It is the saved group that contains its parameters; ``None`` for a group without parameters,
+    which keeps its own settings. ``saved`` may contain groups of other optimizers.
 
     Raises:
         FSDPValueError: a parameter is in no saved group, or settings do not belong to one group.
@@ -462,35 +461,7 @@ def _sources(
                 "one saved group (or groups of equal settings) for each of the optimizer's",
                 f"other settings for '{fqn}' than for its group's first parameter",
             )
-    empty = [number for number, source in enumerate(sources) if source is None]
-    saved_empty = [number for number, group in enumerate(saved) if not group["params"]]
-    if empty and saved_empty:
-        is_alone = holder.keys() <= {fqn for own in fqns for fqn in own}
-        found = _empty_sources(sources, empty, saved_empty, is_alone)
-        for number, source in zip(empty, found, strict=True):
-            sources[number] = source
     return sources
-
-
-def _empty_sources(
-    sources: Sequence[int | None], empty: list[int], saved_empty: list[int], is_alone: bool
-) -> list[int]:
-    """Match the optimizer's groups without parameters to saved groups without parameters.
-
-    The two have the same distance as all other groups of the optimizer from theirs: groups of other
-    optimizers may precede them. If groups were reordered, the k-th matches the k-th, provided that
-    the saved groups are this optimizer's alone.
-    """
-    shifts = {s - number for number, s in enumerate(sources) if s is not None} or {0}
-    in_place = [number + max(shifts) for number in empty]
-    if len(shifts) == 1 and set(in_place) <= set(saved_empty):
-        return in_place
-    if is_alone and len(empty) == len(saved_empty):
-        return saved_empty
-    raise _mismatch_error(
-        "a saved group without parameters for each of the optimizer's",
-        f"{len(saved_empty)} for {len(empty)}, which are not in the same places",
-    )
 
 
 def _mismatch_error(expected: str, got: str) -> FSDPValueError:
