@@ -14,10 +14,6 @@ COMMANDS = {
         "predict memory, communication and step time of a model on a cluster",
         "fsdp_dynamo.estimator.__main__",
     ),
-    "inspect": (
-        "run a script and write all that torch.compile made of it to a page",
-        "fsdp_dynamo.observe.inspection.__main__",
-    ),
     "flight": (
         "explain the flight records of a run that failed",
         "fsdp_dynamo.health.flight_recorder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 
 from fsdp_dynamo.api import CollectivePrecision, ShardingStrategy, coerce_collective_precision
 from fsdp_dynamo.errors import FSDPError, FSDPValueError
-from fsdp_dynamo.estimator.inventory import CONFIGS, Inventory, build_of, take_inventory
+from fsdp_dynamo.estimator.inventory import CONFIGS, Build, Inventory, build_of, take_inventory
 from fsdp_dynamo.estimator.predict import Prediction, format_report, predict
 from fsdp_dynamo.estimator.transfers import (
     ACCELERATORS,
@@ -22,7 +23,6 @@ from fsdp_dynamo.estimator.transfers import (
     parse_bytes,
     parse_rate,
 )
-from fsdp_dynamo.observe.command_line import load_function
 from graph_passes.wire_format import WIRE_FORMATS
 
 STRATEGIES = (
@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.model is not None:
             build = build_of(options.model, options.batch, options.length)
         else:
-            build = load_function(
-                options.module, "a function that returns (model, {name: tensor})", "estimator"
-            )
+            build = _load_function(options.module)
         dtype = DTYPES[options.dtype]
         inventory = take_inventory(build, options.wrap, dtype)
     except FSDPError as error:
@@ -74,6 +72,21 @@ def predictions_of(inventory: Inventory, cluster: Cluster, sizes: ElementSizes) 
         for checkpointing in (False, True)
         for strategy in strategies
     ]
+
+
+def _load_function(name: str) -> Build:
+    """Import ``"package.module:function"``; the current folder is searched first."""
+    module_name, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Build = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise FSDPValueError(
+            "fsdp_dynamo.estimator: expected --module PKG:FN, a function that returns (model, "
+            f"{{name: tensor}}), got '{name}' ({error}). The module is looked for in the current "
+            "folder too."
+        ) from error
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:

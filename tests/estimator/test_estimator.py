@@ -405,6 +405,8 @@ def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--model", "llama9"], "llama3-8b"),
         (["--module", "json:nothing"], "--module PKG:FN"),
+        (["--module", "no_such_module:main"], "--module PKG:FN"),
+        (["--module", ":main"], "--module PKG:FN"),
         (["--model", "gpt2", "--memory", "80"], "80GB"),
         (["--model", "gpt2", "--per-node", "3"], "multiple of --per-node"),
         (["--model", "gpt2", "--efficiency", "2"], "--efficiency"),

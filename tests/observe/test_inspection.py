@@ -1,4 +1,4 @@
-"""inspect_graphs(): listings, files by unit and phase, and its command."""
+"""inspect_graphs(): listings, and files by unit and phase."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from torch import nn
 
 from fsdp_dynamo import FSDPStateError, FSDPValueError, inspect_graphs
 from fsdp_dynamo.dynamo.artifacts import Artifact, Frame
-from fsdp_dynamo.observe.command_line import load_function
-from fsdp_dynamo.observe.inspection.__main__ import main
 from fsdp_dynamo.observe.inspection.listings import Listing, listings_of
 from graph_passes.graph_pass import as_pass
 from graph_passes.text.listing import Line, listing, of_unit, units_in
@@ -253,44 +251,3 @@ def test_nothing_compiled_is_said(tmp_path: Path) -> None:
     with pytest.raises(FSDPStateError, match="nothing was compiled"), inspect_graphs(tmp_path):
         nn.Linear(2, 2)(torch.ones(1, 2))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["json", "json:nothing", "no_such_module:main", ":main"])
-def test_a_function_that_is_not_there(name: str) -> None:
-    with pytest.raises(FSDPValueError, match="--module PKG:FN"):
-        load_function(name, "a function", "inspection")
-
-
-SCRIPT = """
-import sys
-import torch
-
-def main(*given):
-    print(given, sys.argv[1:])
-    if len(sys.argv) > 1:
-        step = torch.compile(torch.nn.Linear(4, int(sys.argv[1])), backend="aot_eager")
-        step(torch.ones(2, 4)).sum().backward()
-"""
-HOW_IT_IS_CALLED = "main() was called without arguments; arguments after -- are in sys.argv[1:]"
-
-
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a_script_to_inspect.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    arguments = ["--module", "a_script_to_inspect:main"]
-    main([*arguments, "--out", "seen", "--", "3"])
-    said = capsys.readouterr().out
-    assert "() ['3']" in said
-    assert "listings in seen" in said
-    (file,) = (tmp_path / "seen").glob("*.backward.partition.py")
-    assert "f32[3, 4]" in file.read_text()
-    with pytest.raises(FSDPStateError, match="nothing was compiled") as raised:
-        main(arguments)
-    assert HOW_IT_IS_CALLED in str(raised.value)
-    with pytest.raises(SystemExit):
-        main([*arguments, "--rank", "foo"])
-    assert "expected a rank, or 'all', got 'foo'" in capsys.readouterr().err

@@ -87,7 +87,10 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
                     path = inspection.folder / listing.file_name
                     path.write_text(listing.text, encoding="utf-8")
     if completed and not inspection.listings:
-        raise nothing_compiled("Call what torch.compile returned inside, not the model itself.")
+        raise FSDPStateError(
+            "inspect_graphs(): expected a step of a compiled model inside the context, got none: "
+            "nothing was compiled. Call what torch.compile returned inside, not the model itself."
+        )
 
 
 def _folder_of_this_rank(folder: Path, rank: int | None) -> Path | None:
@@ -114,18 +117,6 @@ def _world_size() -> int:
     """Return the number of ranks, from torchrun's variables if there is no process group."""
     known = dist.is_initialized()
     return dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-class NothingCompiledError(FSDPStateError):
-    """Error if nothing was compiled inside ``inspect_graphs``."""
-
-
-def nothing_compiled(fix: str) -> NothingCompiledError:
-    """Return the error with a remedy."""
-    return NothingCompiledError(
-        "inspect_graphs(): expected a step of a compiled model inside the context, got none: "
-        f"nothing was compiled. {fix}"
-    )
 
 
 __all__ = ["Inspection", "Listing", "inspect_graphs"]
