@@ -5,9 +5,8 @@ All times are simulated milliseconds from the start of the graph (see ``simulate
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from graph_passes.scheduling.binding_constraints import ConstraintFinder, Reason, with_launches
 from graph_passes.scheduling.planner import Planned
@@ -142,21 +141,6 @@ class GraphReport:
     transfers: tuple[TransferReport, ...]
     units: tuple[UnitReport, ...]
     spans: tuple[ComputeSpan, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as data that JSON can hold."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> GraphReport:
-        """Read what ``to_dict`` returned, also after a round trip through JSON."""
-        transfers = tuple(
-            TransferReport(**{**t, "moved_across": tuple(t["moved_across"])})
-            for t in data["transfers"]
-        )
-        units = tuple(UnitReport(**unit) for unit in data["units"])
-        spans = tuple(ComputeSpan(**span) for span in data["spans"])
-        return GraphReport(**{**data, "transfers": transfers, "units": units, "spans": spans})
 
 
 def report_of(planned: Planned) -> GraphReport:

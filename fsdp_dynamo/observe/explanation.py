@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fsdp_dynamo.observe.command_line import format_bytes, format_table
 from fsdp_dynamo.observe.training_step import GraphBreak, Recompile
@@ -104,27 +104,6 @@ class StepReport:
     def to_json(self) -> str:
         """Return the report as JSON; equal reports give equal text."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Any:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            ValueError: not a report of this version.
-        """
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("version", None) != VERSION:
-            raise ValueError(f"explanation: expected JSON of version {VERSION}. Create it again.")
-        data["graphs"] = tuple(GraphReport.from_dict(graph) for graph in data["graphs"])
-        parts = {
-            "units": UnitSummary,
-            "measured": MeasuredEvent,
-            "graph_breaks": GraphBreak,
-            "recompiles": Recompile,
-        }
-        for name, part in parts.items():
-            data[name] = tuple(part(**fields) for fields in data[name])
-        return cls(**data)
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON."""

@@ -138,15 +138,13 @@ def test_text() -> None:
     assert len(str(deep).splitlines()) < 60 < len(deep.text(details=True).splitlines())
 
 
-def test_json_round_trip(tmp_path: Path) -> None:
+def test_json(tmp_path: Path) -> None:
     explanation = _explanation()
     explanation.save(tmp_path / "explanation.json")
-    back = Explanation.from_json((tmp_path / "explanation.json").read_text())
-    assert back == explanation
-    assert str(back) == str(explanation)
-    for text in ("[]", "{}", '{"version": 99}'):
-        with pytest.raises(ValueError, match="explanation: expected JSON of version 9"):
-            Explanation.from_json(text)
+    saved = json.loads((tmp_path / "explanation.json").read_text())
+    assert saved["version"] == 9
+    assert [one["unit"] for one in saved["measured"]] == [e.unit for e in explanation.measured]
+    assert saved["graphs"][0]["phase"] == explanation.graphs[0].phase
 
 
 def _check_trace(explanation: Explanation) -> None:
@@ -238,7 +236,7 @@ def test_graph_mode(rank: int) -> None:
         assert graph.peak_bytes
         assert graph.peak_bytes > 0
     assert [unit.unit for unit in found.units] == ["", "blocks.0", "blocks.1"]
-    assert Explanation.from_json(found.to_json()) == found
+    assert json.loads(found.to_json())["mode"] == "graph"
     assert "most exposed" in str(found)
     assert [found.compiled_alone[f"blocks.{i}"] for i in range(2)] == ["it writes to an input"] * 2
     alone = replace(found, compiled_alone={"blocks.1": "a shape is dynamic", "": "of none"})
