@@ -74,9 +74,9 @@ def load(
 
     Raises:
         CheckpointError: on every rank. There is no checkpoint, or only one of
-            ``torch.distributed.checkpoint``; a file is missing or damaged (names the file and its
-            FQNs); the checkpoint belongs to another model or has a newer format; a rank has died or
-            did not arrive.
+            ``torch.distributed.checkpoint``; a file is missing or damaged (names the file); the
+            checkpoint belongs to another model or has a newer format; a rank has died or did not
+            arrive.
         DivergenceError: ranks want to load different steps, states or folders.
         FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type.
         FSDPValueError: an optimizer's parameters or groups differ from the saved ones.

@@ -7,7 +7,6 @@ import os
 import pathlib
 import pickle
 import stat
-import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from fsdp_dynamo.checkpoint.manifest import (
     checksum_of,
     rank_file,
 )
-from fsdp_dynamo.checkpoint.states import listed, require_readable
+from fsdp_dynamo.checkpoint.states import require_readable
 from fsdp_dynamo.errors import CheckpointError, FSDPError, first_line
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class Writer(FileSystemWriter):
 
 
 # -- integrity -------------------------------------------------------------------------------------
-# A checkpoint's files are compared with its manifest; errors name the affected tensors.
+# A checkpoint's files are compared with its manifest.
 
 
 def require_complete_files(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
@@ -284,14 +283,13 @@ def require_complete_files(folder: Path, manifest: Manifest, share: int, shares:
     common = [INDEX_FILE, SHARED_FILE]
     for name in (*common, *map(rank_file, range(manifest.world_size))):
         if name not in manifest.files:
-            raise _damage_error(folder / name, "an entry in the manifest", "none", ())
+            raise _damage_error(folder / name, "an entry in the manifest", "none")
     of_ranks = sorted(name for name in manifest.files if name not in common)
     for name in (*common, *of_ranks[(share + 1) % shares :: shares]):
         expected, size = manifest.files[name], _size(folder / name)
         if size != expected.size:
             got = "no such file" if size is None else f"{size} bytes"
-            affected = _entries_beyond(_index(folder, manifest), name, size or 0)
-            raise _damage_error(folder / name, f"a file of {expected.size} bytes", got, affected)
+            raise _damage_error(folder / name, f"a file of {expected.size} bytes", got)
 
 
 def require_checksums(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
@@ -300,9 +298,8 @@ def require_checksums(folder: Path, manifest: Manifest, share: int, shares: int)
     for name in names[share::shares]:
         expected, found = manifest.files[name], checksum_of(folder / name)
         if found != expected:
-            affected = _changed_entries(folder, name, _index(folder, manifest))
             got = f"checksum {found.crc32:08x}"
-            raise _damage_error(folder / name, f"checksum {expected.crc32:08x}", got, affected)
+            raise _damage_error(folder / name, f"checksum {expected.crc32:08x}", got)
 
 
 def require_readback(path: Path, written: FileChecksum) -> None:
@@ -325,59 +322,14 @@ def _size(path: Path) -> int | None:
     is_here = path.resolve().parent == path.parent.resolve()
     if not is_here or not stat.S_ISREG(found.st_mode):
         got = "another kind of file" if is_here else f"a link to '{path.resolve()}'"
-        raise _damage_error(path, "a file in this folder", got, ())
+        raise _damage_error(path, "a file in this folder", got)
     return found.st_size
 
 
-def _index(folder: Path, manifest: Manifest) -> Metadata | None:
-    """Return the index of all tensors; ``None`` if it is missing or damaged."""
-    path = folder / INDEX_FILE
-    if not path.exists() or checksum_of(path) != manifest.files[INDEX_FILE]:
-        return None
-    return Reader(folder).read_metadata()
-
-
-def _entries(index: Metadata | None, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield FQN and location of each entry of a file."""
-    for key, location in (index.storage_data if index is not None else {}).items():
-        if location.relative_path == name:
-            yield key.fqn, location
-
-
-def _entries_beyond(index: Metadata | None, name: str, size: int) -> list[str]:
-    """Return the entries of a file that do not lie within its first ``size`` bytes."""
-    return [fqn for fqn, where in _entries(index, name) if where.offset + where.length > size]
-
-
-def _changed_entries(folder: Path, name: str, index: Metadata | None) -> list[str]:
-    """Return the damaged entries of a file, or all entries if the damage lies between them.
-
-    Each entry is a zip file of ``torch.save``, with checksums of its own.
-    """
-    entries = list(_entries(index, name))
-    with (folder / name).open("rb") as file:
-        found = [fqn for fqn, location in entries if not _passes_crc(file, location)]
-    return found or [fqn for fqn, _ in entries]
-
-
-def _passes_crc(file: io.BufferedReader, location: Any) -> bool:
-    file.seek(location.offset)
-    try:
-        with zipfile.ZipFile(io.BytesIO(file.read(location.length))) as entry:
-            return entry.testzip() is None
-    except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError, ValueError):
-        return False
-
-
-def _damage_error(path: Path, expected: str, got: str, affected: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
-        f"file '{path}', {_description(path, affected)}: expected {expected}, got {got}. Nothing "
-        "was loaded. Load an older step, or restore the file from a copy."
-    )
-
-
-def _description(path: Path, affected: Sequence[str]) -> str:
-    if affected:
-        return f"containing {listed(affected)}"
+def _damage_error(path: Path, expected: str, got: str) -> CheckpointError:
     kinds = {INDEX_FILE: "the index of all tensors", SHARED_FILE: "states shared by all ranks"}
-    return kinds.get(path.name, "states of one rank")
+    kind = "tensors of one rank" if path.suffix == ".distcp" else "states of one rank"
+    return CheckpointError(
+        f"file '{path}', {kinds.get(path.name, kind)}: expected {expected}, got {got}. Nothing was "
+        "loaded. Load an older step, or restore the file from a copy."
+    )
