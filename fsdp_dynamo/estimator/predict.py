@@ -211,7 +211,7 @@ def _memory(step: StepTransfers, checkpointing: bool) -> dict[str, int]:
 
 
 # -- report ----------------------------------------------------------------------------------------
-# Predictions as text: a table, and the recommended strategy with the reason.
+# Predictions as text: a table, and the recommended strategy.
 
 
 def recommend(predictions: Sequence[Prediction], memory_bytes: int) -> Prediction | None:
@@ -293,59 +293,14 @@ def _title(prediction: Prediction) -> str:
 
 def _recommended(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     best = recommend(predictions, cluster.memory_bytes)
-    if best is None:
-        least = min(predictions, key=lambda p: p.total_bytes)
-        largest = max(least.memory, key=lambda name: least.memory[name])
-        return (
-            f"nothing fits: {_title(least)} needs the least, {format_bytes(least.total_bytes)} of "
-            f"{format_bytes(cluster.memory_bytes)}, most of it for {largest}.\n{_REMEDIES[largest]}"
-        )
-    lines = [f"recommended: {_title(best)}", f"  {_reason(best, predictions, cluster)}"]
-    lines += [f"  {line}" for line in _code(best)]
-    return "\n".join(lines)
-
-
-_REMEDIES = {
-    "shards": "Use more ranks, or a smaller data type for parameters.",
-    "optimizer": "Use more ranks, or an optimizer with less state.",
-    "unsharded": "Use smaller units, or FULL_SHARD.",
-    "gradients": "Use smaller units, or more ranks.",
-    "activations": "Use a smaller batch, shorter sequences, or tensor parallelism.",
-}
-
-
-def _reason(best: Prediction, predictions: Sequence[Prediction], cluster: Cluster) -> str:
-    fits = [p for p in predictions if p.total_bytes <= cluster.memory_bytes]
-    faster = [p for p in predictions if p.step_ms < best.step_ms * 0.999 and p not in fits]
-    reason = f"the fastest of {len(fits)} that fit: {_communication(best)}."
-    if faster:
-        first = min(faster, key=lambda p: p.step_ms)
-        gain = 1 - first.step_ms / best.step_ms
-        reason += (
-            f" {_title(first)} would be {gain:.0%} faster, but needs "
-            f"{format_bytes(first.total_bytes)}."
-        )
-    return reason
-
-
-def _communication(best: Prediction) -> str:
-    waits = best.exposed_ms / best.step_ms
-    if not best.wire_bytes:
-        return "one rank sends nothing"
-    if waits < 0.02:
-        return "all communication is hidden, except at the ends"
-    text = f"{waits:.0%} of the step waits for the link"
-    return text if waits < 0.5 else f"{text}; each rank computes too little for this many ranks"
-
-
-def _code(best: Prediction) -> list[str]:
-    lines = [f"model = FSDP(model, sharding_strategy=ShardingStrategy.{best.strategy.name},"]
-    lines += ["             auto_wrap_policy=..., mixed_precision=...)"]
-    if best.strategy is ShardingStrategy.NO_SHARD:
-        lines[0] += "  # as DistributedDataParallel"
-    if best.checkpointing:
-        lines.insert(0, "apply_activation_checkpointing(model, ...)  # before FSDP")
-    return lines
+    if best is not None:
+        return f"recommended, as the fastest that fits: {_title(best)}"
+    least = min(predictions, key=lambda p: p.total_bytes)
+    largest = max(least.memory, key=lambda name: least.memory[name])
+    return (
+        f"nothing fits: {_title(least)} needs the least, {format_bytes(least.total_bytes)} of "
+        f"{format_bytes(cluster.memory_bytes)}, most of it for {largest}"
+    )
 
 
 def _ms(value: float) -> str:

@@ -382,7 +382,7 @@ def test_a_model_of_ones_own(
     assert main([*arguments, "--dtype", "fp32"]) == 0
     said = capsys.readouterr().out
     assert "263.2 k parameters in 5 units: the root of 0, 4 of 65.8 k\n" in said
-    assert "recommended:" in said
+    assert "recommended, as the fastest that fits: " in said
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["parameters"] == 4 * (256 * 256 + 256)
     names = {row["strategy"] for row in data["predictions"]}
@@ -397,7 +397,7 @@ def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--link", "400Gb/s"]) == 0
     said = capsys.readouterr().out
     assert "8,030.3 M parameters in 33 units" in said
-    assert "recommended: FULL_SHARD" in said
+    assert "recommended, as the fastest that fits: FULL_SHARD" in said
 
 
 @pytest.mark.parametrize(
