@@ -56,7 +56,7 @@ class ProcessState:
         arrival_timeout_s: value of ``set_arrival_timeout``.
         channels: coordination groups by the process group that saves or loads.
         pending_save: save of ``async_save`` that may still be in progress; never more than one.
-        runs: ids of the runs by which this process has claimed folders, by folder.
+        runs: texts by which this process has claimed folders, by folder.
         unremovable: folders that could not be removed, and of which the user was warned.
     """
 

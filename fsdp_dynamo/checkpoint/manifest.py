@@ -116,7 +116,7 @@ def _read_error(path: Path, got: str) -> CheckpointError:
 # ::
 #
 #     run/
-#         owner.json                    the run that saves there (``coordination.Owner``)
+#         owner.json                    the run that saves there
 #         000001-step-100/              complete, as its name shows
 #         000002-step-200/
 #             manifest.json             contents: sizes, checksums, format (manifest.py)
@@ -275,72 +275,30 @@ def fsync_folder(folder: Path) -> None:
 
 # -- owner -----------------------------------------------------------------------------------------
 # Two runs that save into one folder would remove each other's checkpoints as old ones. So the first
-# rank writes its run's id into the folder at its first save there. A restarted run takes the folder
-# over; if the previous run is still alive, its next save finds another id and raises.
+# rank writes a text about its run into the folder at its first save there. A restarted run takes
+# the folder over; if the previous run is still alive, its next save finds another text and raises.
 
 
 OWNER_FILE = "owner.json"
 
 
-@dataclass(frozen=True)
-class Owner:
-    """Run (by a unique id) that saves into a folder, with host and process id of its first rank."""
-
-    run: str
-    host: str
-    process: int
-    since: str
-
-    def __str__(self) -> str:
-        return f"process {self.process} on {self.host}, since {self.since} UTC"
-
-    def is_alive(self) -> bool:
-        """Return whether its process is running, as far as this host can see."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            os.kill(self.process, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # another user's process
-            pass
-        return True
-
-
 def _claim(folder: Path) -> None:
     """Make this process's run the owner of a folder, unless another run has taken it over."""
-    process, host = os.getpid(), socket.gethostname()
-    own, found = STATE.runs.get(folder.resolve()), _owner_of(folder)
+    path, own = folder / OWNER_FILE, STATE.runs.get(folder.resolve())
+    found = path.read_text() if path.exists() else None
+    if own is not None and found == own:
+        return
     if own is not None and found is not None:
-        if found.run == own:
-            return
         raise CheckpointError(
-            f"'{folder}': expected no run but this one (process {process} on {host}) to save "
-            f"there, got another run ({found}). Give each run a folder of its own. If the other "
-            f"run has ended and this one should continue, remove '{OWNER_FILE}'. Nothing was "
-            "written."
+            f"'{folder}': expected no run but this one ({own}) to save there, got another run "
+            f"({found}). Give each run a folder of its own. If the other run has ended and this "
+            f"one should continue, remove '{OWNER_FILE}'. Nothing was written."
         )
-    if found is not None and found.process != process and found.is_alive():
-        warnings.warn(
-            f"'{folder}' has checkpoints of another run that is alive ({found}): each run would "
-            "remove the other's checkpoints. This run takes the folder over; the other run raises "
-            "when it saves again.",
-            stacklevel=2,
-        )
-    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    owner = Owner(uuid.uuid4().hex, host, process, now)
-    draft = folder / f"{OWNER_FILE}.{owner.run}"
-    draft.write_text(json.dumps(asdict(owner), indent=1))
-    draft.replace(folder / OWNER_FILE)
-    STATE.runs[folder.resolve()] = owner.run
-
-
-def _owner_of(folder: Path) -> Owner | None:
-    """Return the folder's owner; ``None`` if the file is missing or damaged."""
-    try:
-        content = json.loads((folder / OWNER_FILE).read_text())
-        return Owner(
-            str(content["run"]), str(content["host"]), int(content["process"]), content["since"]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    run = uuid.uuid4().hex
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    about = {"process": os.getpid(), "host": socket.gethostname(), "since": since, "run": run}
+    own = json.dumps(about)
+    draft = folder / f"{OWNER_FILE}.{run}"
+    draft.write_text(own)
+    draft.replace(path)
+    STATE.runs[folder.resolve()] = own
