@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,7 @@ def explain(
             with record_events() as log:
                 run_step(target, inputs, kwargs, loss_fn)
     own = [event for event in log if event.step is not None and event.step.model in models]
-    step, first = recorded_step(own), target.units[0]
+    first = target.units[0]
     return Explanation(
         mode="graph" if target.is_graph_mode else "hooks",
         backend=backend.compiler_name,
@@ -119,8 +118,8 @@ def explain(
         units=tuple(_unit_summary(unit) for unit in target.units),
         num_graphs=len(backend.ran),
         graph_breaks=graph_breaks_in(artifacts),
-        graphs=reports_of(plans, step),
-        measured=step.measured(),
+        graphs=reports_of(plans, own),
+        measured=measured_events(own),
         recompiles=recompiles_in(artifacts),
         compiled_alone=plans.compiled_alone,
     )
@@ -144,51 +143,37 @@ def _unit_summary(unit: Unit) -> UnitSummary:
 # -- recorded steps --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """Collectives and compute of one step, in order of issue."""
-
-    events: Sequence[Event]
-
-    @property
-    def graphs(self) -> Counter[str]:
-        """Number of collectives of each planned graph that ran, by the digest of its plan."""
-        return Counter(e.graph for e in self.events if e.graph and e.kind in COLLECTIVE_KINDS)
-
-    def measured(self) -> tuple[MeasuredEvent, ...]:
-        """Return the events with times in milliseconds since the first event."""
-        begin_ns = min((event.issued_ns for event in self.events), default=0)
-        return tuple(
-            MeasuredEvent(
-                unit=event.unit,
-                kind=event.kind if event.kind in COLLECTIVE_KINDS else "compute",
-                phase=event.phase,
-                num_bytes=event.num_bytes,
-                issued_ms=(event.issued_ns - begin_ns) / 1e6,
-                # A collective in flight counts with its begin.
-                done_ms=(max(event.waited_ns, event.issued_ns) - begin_ns) / 1e6,
-                exposed_ms=event.exposed_ns / 1e6,
-                message_bytes=event.message_bytes,
-                is_planned=event.source == "graph",
-            )
-            for event in self.events
-        )
-
-
-def recorded_step(log: Iterable[Event]) -> RecordedStep:
-    """Return a recording of one step as a ``RecordedStep``."""
+def measured_events(log: Iterable[Event]) -> tuple[MeasuredEvent, ...]:
+    """Return collectives and compute of a step, with milliseconds since the first of them."""
     kinds = COLLECTIVE_KINDS | COMPUTE_KINDS
-    return RecordedStep([event for event in log if event.kind in kinds])
+    events = [event for event in log if event.kind in kinds]
+    begin_ns = min((event.issued_ns for event in events), default=0)
+    return tuple(
+        MeasuredEvent(
+            unit=event.unit,
+            kind=event.kind if event.kind in COLLECTIVE_KINDS else "compute",
+            phase=event.phase,
+            num_bytes=event.num_bytes,
+            issued_ms=(event.issued_ns - begin_ns) / 1e6,
+            # A collective in flight counts with its begin.
+            done_ms=(max(event.waited_ns, event.issued_ns) - begin_ns) / 1e6,
+            exposed_ms=event.exposed_ns / 1e6,
+            message_bytes=event.message_bytes,
+            is_planned=event.source == "graph",
+        )
+        for event in events
+    )
 
 
-def reports_of(plans: Iterable[Planned], step: RecordedStep) -> tuple[GraphReport, ...]:
+def reports_of(plans: Iterable[Planned], log: Iterable[Event]) -> tuple[GraphReport, ...]:
     """Return the plans' reports of the graphs that ran in a step, in order of their first runs.
 
     A graph that ran several times, for equal units, has as many reports.
     """
     by_digest = {planned.plan.short_digest: planned for planned in plans}
+    ran = Counter(event.graph for event in log if event.kind in COLLECTIVE_KINDS)
     found: list[GraphReport] = []
-    for digest, num_events in step.graphs.items():
+    for digest, num_events in ran.items():
         if digest in by_digest:
             report = report_of(by_digest[digest])
             found += [report] * max(1, num_events // max(1, len(report.transfers)))

@@ -19,7 +19,7 @@ from benchmarks.streams.recorder import Event, Recorder
 from benchmarks.streams.recording import record_program
 from fsdp_dynamo import explain, record_events
 from fsdp_dynamo.events import EventLog
-from fsdp_dynamo.observe.explain import recorded_step
+from fsdp_dynamo.observe.explain import measured_events
 
 NUM_BLOCKS = 2
 RATES = clock.Rates(
@@ -49,7 +49,7 @@ Spans = dict[tuple[str, str], tuple[float, float]]
 
 def _spans(log: EventLog, kind: str) -> Spans:
     """Begin and end of what a recording says of a kind, in seconds."""
-    found = [one for one in recorded_step(log).measured() if one.kind == kind]
+    found = [one for one in measured_events(log) if one.kind == kind]
     return {(e.unit, e.phase): (e.issued_ms / 1e3, e.done_ms / 1e3) for e in found}
 
 

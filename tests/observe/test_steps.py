@@ -27,7 +27,7 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, EventLog, Step
 from fsdp_dynamo.graph_mode import graph_recording
-from fsdp_dynamo.observe.explain import recorded_step, reports_of
+from fsdp_dynamo.observe.explain import reports_of
 from fsdp_dynamo.observe.explanation import StepReport
 from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -154,8 +154,8 @@ def test_all_tools_tell_of_the_same_step(rank: int, mode: str) -> None:
     drawn = [e for e in trace_events(explained) if e["ph"] == "X" and e["pid"] == 2]
     assert Counter(e["name"] for e in drawn) == names
 
-    graphs = reports_of(plans, recorded_step(log))
-    twice = reports_of(plans, recorded_step([*log, *log]))
+    graphs = reports_of(plans, log)
+    twice = reports_of(plans, [*log, *log])
     assert twice == tuple(graph for graph in graphs for _ in range(2))
     if mode == "graph":
         simulated = [bar.name for bar in simulated_bars(explained)]
