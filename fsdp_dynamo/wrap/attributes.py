@@ -131,22 +131,6 @@ class WrapperAttributes(UnitModule):
         """
         return [flat.sharded for flat in self._fsdp_unit.flats]
 
-    @_fixed
-    def flat_param(self) -> torch.Tensor | None:
-        """Only item of ``params``; ``None`` for a unit without parameters.
-
-        Raises:
-            UnsupportedError: the unit has several flat parameters.
-        """
-        shards = self.params
-        if len(shards) > 1:
-            raise UnsupportedError(
-                f"{unit_name(self._fsdp_own_unit.fqn)}: expected parameters of one dtype, all "
-                f"trained or all frozen, got {len(shards)} flat parameters. Use params, the list "
-                "of them."
-            )
-        return shards[0] if shards else None
-
     # -- state -----------------------------------------------------------------------------------
 
     def check_is_root(self) -> bool:

@@ -24,7 +24,6 @@ from fsdp_dynamo import (
     FSDP,
     FSDPStateError,
     FSDPTypeError,
-    UnsupportedError,
 )
 from fsdp_dynamo.module_tree import plain_fqn
 
@@ -209,14 +208,11 @@ def test_setting_attributes(rank: int) -> None:
             wrapper.backward_prefetch = "pre"
         wrapper.forward_prefetch = wrapper.limit_all_gathers = False
         assert not wrapper.forward_prefetch
-        for name in ("sharding_strategy", "process_group", "training_state", "flat_param"):
+        for name in ("sharding_strategy", "process_group", "training_state", "params"):
             with pytest.raises(FSDPStateError, match=name):
                 setattr(wrapper, name, nn.Parameter(torch.ones(1)))
-    assert model[0].flat_param is model[0].params[0]
     inner = nn.Linear(2, 2)
     assert FSDP(checkpoint_wrapper(inner)).module is inner  # as upstream's
-    with pytest.raises(UnsupportedError, match="2 flat parameters"):
-        _ = FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half()), device_id="cpu").flat_param
 
 
 @on_ranks(2)
