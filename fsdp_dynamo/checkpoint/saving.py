@@ -147,7 +147,7 @@ def save(
 
     Raises:
         CheckpointError: on every rank; older checkpoints are unchanged. A file could not be written
-            (names the file and its entry), a rank has died or did not arrive
+            (names the file), a rank has died or did not arrive
             (``set_arrival_timeout``), or another run has taken over the folder.
         DivergenceError: ranks want to save different steps or states, or to different folders.
         FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type.

@@ -154,19 +154,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Planner that refuses values that ``LoadPlanner`` would not read.
-
-    Attributes:
-        current: FQN of the entry that is being written, for errors.
-    """
-
-    current: str | None = None
+    """Planner that refuses values that ``LoadPlanner`` would not read."""
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        self.current = write_item.index.fqn
         data: Any = super().resolve_data(write_item)
         if write_item.type is WriteItemType.BYTE_IO:
-            require_readable(data.getvalue(), f"'{self.current}'")
+            require_readable(data.getvalue(), f"'{write_item.index.fqn}'")
         return data
 
 
@@ -240,7 +233,7 @@ class Writer(FileSystemWriter):
         return self.fs.checksums
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        with self._path_in_errors(planner):
+        with self._path_in_errors():
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
@@ -255,15 +248,14 @@ class Writer(FileSystemWriter):
             os.fsync(stream.fileno())
 
     @contextmanager
-    def _path_in_errors(self, planner: SavePlanner | None = None) -> Iterator[None]:
+    def _path_in_errors(self) -> Iterator[None]:
         try:
             yield
         except FSDPError:
             raise
         except (OSError, RuntimeError) as error:
-            entry = f", while writing '{planner.current}'" if planner and planner.current else ""
             raise CheckpointError(
-                f"file '{self.fs.current or self.path}'{entry}: expected to write the whole file, "
+                f"file '{self.fs.current or self.path}': expected to write the whole file, "
                 f"got {first_line(error)}. Older checkpoints are unchanged. Make room, or "
                 "save elsewhere."
             ) from error

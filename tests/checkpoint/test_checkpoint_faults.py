@@ -398,9 +398,7 @@ def test_full_disk(rank: int, small_disk: Path) -> None:
         found = os.statvfs(small_disk)
         ballast.write_bytes(bytes(max(0, found.f_bavail * found.f_frsize - 100_000)))
     dist.barrier()
-    message = (
-        r"(?s)\.distcp', while writing '(optim|model)\..*expected to write the whole file, got"
-    )
+    message = r"(?s)\.distcp': expected to write the whole file, got"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.save(small_disk, model, optimizer, step=2)
     with pytest.raises(CheckpointError, match=message):
