@@ -307,6 +307,14 @@ class StateDictSettings:
         return config.offload_to_cpu or not shares
 
 
+SHARDED_WITHOUT_COPIES = StateDictSettings(
+    StateDictType.SHARDED_STATE_DICT,
+    ShardedStateDictConfig(shares_memory=True),
+    ShardedOptimStateDictConfig(shares_memory=True),
+)
+"""State dicts contain DTensors that share the parameters' memory, as FSDP2's do."""
+
+
 EnumT = TypeVar("EnumT", bound=Enum)
 
 

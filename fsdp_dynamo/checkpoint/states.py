@@ -18,12 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_dynamo.api import (
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fsdp_dynamo.api import SHARDED_WITHOUT_COPIES
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import CheckpointError, FSDPTypeError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.state_dict import optim_state
@@ -33,11 +28,7 @@ MODEL, OPTIM = "model", "optim"
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-_SETTINGS = StateDictSettings(
-    StateDictType.SHARDED_STATE_DICT,
-    ShardedStateDictConfig(shares_memory=True),
-    ShardedOptimStateDictConfig(shares_memory=True),
-)
+_SETTINGS = SHARDED_WITHOUT_COPIES
 
 
 def _sharded_form(model: nn.Module) -> AbstractContextManager[None]:

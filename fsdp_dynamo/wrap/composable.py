@@ -17,19 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.api import (
+    SHARDED_WITHOUT_COPIES,
     Arguments,
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
     PlacementFn,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
     UnitArguments,  # noqa: F401  # named in the docstring
     collect_arguments,
-    settings_of,
 )
 from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph, is_skipped
@@ -49,13 +46,6 @@ from fsdp_dynamo.wrap.fsdp2_methods import TorchFSDPModule, let_pipelines_end_ba
 from fsdp_dynamo.wrap.unit_module import UnitModule
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
-
-_SHARDED = settings_of(
-    StateDictType.SHARDED_STATE_DICT,
-    ShardedStateDictConfig(shares_memory=True),
-    ShardedOptimStateDictConfig(shares_memory=True),
-)
-"""State dicts contain DTensors that share the parameters' memory, as FSDP2's do."""
 
 
 class FSDPModule(UnitModule, TorchFSDPModule):
@@ -183,7 +173,7 @@ def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None
     root = targets[0] if len(targets) == 1 else CommonParent(targets)
     made = construct(root, given, may_stay_on_meta=True)
     for unit in made.units.values():
-        unit.state_dict_settings = _SHARDED
+        unit.state_dict_settings = SHARDED_WITHOUT_COPIES
         if num_ranks is not None:
             unit.settings.regathers_among = part_of(unit.config.groups.shard, num_ranks)
         for owner in unit.modules:
