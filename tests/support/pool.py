@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import itertools
@@ -122,6 +123,7 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
             faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.unfreeze()  # what a census has frozen
             _clear_sharding_prop_cache()  # it has meshes, by what they look like, of dead groups
             torch._dynamo.reset()
         if not torch.is_grad_enabled():  # the next job would compare less, without a word
