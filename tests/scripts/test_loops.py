@@ -257,10 +257,8 @@ def _contrastive(model: nn.Module, run: nn.Module, rank: int) -> Numbers:
     [
         (_muon_and_adamw, _one_block, "eager", 1e-4),
         (_two_optimizers, make_classifier, "graph", 1e-5),
-        (_moving_averages, make_classifier, "eager", 1e-5),
         (_moving_averages, make_classifier, "graph", 1e-5),
         (_stochastic_averaging, _make_normed, "eager", 1e-5),
-        (_with_evaluations, _make_normed, "eager", 1e-5),
         (_with_evaluations, _make_normed, "graph", 1e-5),
         (_scaled, make_classifier, "eager", 1e-3),
         (_halved_as_a_vector, make_classifier, "eager", 1e-5),
