@@ -218,12 +218,11 @@ def _same_as_ddp(
 def test_trains_as_ddp(rank: int, kind: str, mode: str) -> None:
     """Two batches a step are reduced once, gradients are clipped, evaluation in inference mode."""
     changed = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-    ours, free = globals()[kind](), Module()
+    ours = globals()[kind]()
     plain, log = _same_as_ddp(rank, ours, mode, 2e-6, **changed)
     assert 0.49 < _numel(ours) / _numel(plain) < 0.51
     assert len(log.keys("reduce_scatter")) == 3 * 4  # 3 units, 4 steps
-    _fit(rank, "ddp", free, **{**changed, "gradient_clip_val": None})
-    assert free.losses[-1] != pytest.approx(plain.losses[-1], rel=1e-3)
+    assert min(plain.norms) > 0.3  # clipped in each step
 
 
 @pytest.mark.parametrize(
