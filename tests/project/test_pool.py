@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from pool import RankFailedError, RankPool, on_ranks
 
 
@@ -64,14 +62,6 @@ def test_a_survivor_without_an_answer(
     with pytest.raises(RankFailedError, match=message):
         ranks.run_and_kill(_begin, 2, tmp_path, then, victims=[1], when=all_have_begun, timeout=1.0)
     assert ranks.run(_nothing, 2) == [0, 1]
-
-
-@pytest.mark.parametrize("addend", [1, 2])
-@on_ranks(2)
-def test_a_body_that_every_rank_runs(rank: int, addend: int) -> None:
-    total = torch.tensor(rank + addend)
-    dist.all_reduce(total)
-    assert total == 1 + 2 * addend
 
 
 @on_ranks(2)
