@@ -37,7 +37,6 @@ class Block(nn.Module):
         self.scale = 1.0
         self.num_calls = 0
         self.seen: list[torch.Tensor] = []
-        self.aux: Any = None
 
     def forward(self, x: torch.Tensor, *others: Any) -> Any:
         return self.inner(x)
@@ -48,52 +47,36 @@ class _ReturnsANumber(Block):
         return self.inner(x), self.scale
 
 
-class _ReturnsMoreInTraining(Block):
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        y = self.inner(x)
-        return (y, y.square().mean()) if self.training else y
-
-
 class _ReturnsNone(Block):
     def forward(self, x: torch.Tensor, *others: Any) -> Any:
         y = self.inner(x)
         return y, y.square().mean() if self.flag else None
 
 
-class _ReturnsAnotherDtype(Block):
+class _ReturnsMoreInTraining(Block):
+    def forward(self, x: torch.Tensor, *others: Any) -> Any:
+        y = self.inner(x)
+        return (y, y.square().mean()) if self.training else y
+
+
+class _ReturnsAnotherDtypeAndShape(Block):
     def forward(self, x: torch.Tensor, *others: Any) -> Any:
         y = self.inner(x.float())
-        return y.double() if self.flag else y
+        return y.double().sum(0, keepdim=True) if self.flag else y
 
 
-class _ReturnsAnotherShape(Block):
+class _ChangesItself(Block):
+    """A list, a number, and an attribute that is not there before; the root reads the latter two.
+
+    Tracing runs a nested unit's forward on fake tensors: nothing of that is left.
+    """
+
     def forward(self, x: torch.Tensor, *others: Any) -> Any:
         y = self.inner(x)
-        return y.sum(0, keepdim=True) if self.flag else y
-
-
-class _Collects(Block):
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        y = self.inner(x)
+        self.aux: torch.Tensor = y.square().mean()
+        self.num_calls += 1
         self.seen.append(y)
         return y * len(self.seen)
-
-
-class _Stores(Block):
-    """The root reads ``aux``."""
-
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        y = self.inner(x)
-        self.aux = y.square().mean()
-        return y
-
-
-class _Counts(Block):
-    """The root reads ``num_calls``."""
-
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        self.num_calls += 1
-        return self.inner(x)
 
 
 class _StoresInABuffer(Block):
@@ -149,12 +132,10 @@ class Model(nn.Module):
                     x = x * other
                 elif other is not None:
                     extra = extra + other
-            if isinstance(block, _Stores):
-                extra = extra + block.aux
             if isinstance(block, _StoresInABuffer):
                 extra = extra + block.buffered
-            if isinstance(block, _Counts):
-                x = x * block.num_calls
+            if isinstance(block, _ChangesItself):
+                x, extra = x * block.num_calls, extra + block.aux
         return x.square().sum() + extra
 
 
@@ -170,7 +151,7 @@ class _WithLists(Model):
 class _WithTemperature(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         after = self.temperature * 2 + 1
-        x = x * self.temperature
+        x = self.embedding((x[:, 0] * 4.9).long()) * self.temperature
         for block in self.blocks:
             x = block(x) * self.temperature
         return (x * after).square().sum()
@@ -197,14 +178,6 @@ class _WritesWhatItHasRead(Model):
         for block in self.blocks:
             x = block(x)
         return (x * number).square().sum()
-
-
-class _Embeds(Model):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding((x[:, 0] * 4.9).long())
-        for block in self.blocks:
-            x = block(x)
-        return x.square().sum()
 
 
 class _Selects(Model):
@@ -245,13 +218,10 @@ def _require_right(rank: int, plain: Model, **options: Any) -> None:
 
 KINDS = [
     _ReturnsANumber,
-    _ReturnsMoreInTraining,
     _ReturnsNone,
-    _ReturnsAnotherDtype,
-    _ReturnsAnotherShape,
-    _Collects,
-    _Stores,
-    _Counts,
+    _ReturnsMoreInTraining,
+    _ReturnsAnotherDtypeAndShape,
+    _ChangesItself,
     _StoresInABuffer,
     _Draws,
 ]
@@ -271,9 +241,8 @@ def test_lists_and_dicts_that_units_fill(rank: int) -> None:
 @pytest.mark.parametrize(
     ("model", "dynamic", "backend"),
     [
-        (_WithTemperature, True, "aot_eager"),
-        (_WithTemperature, None, "inductor"),
-        (_Embeds, True, "inductor"),
+        (_WithTemperature, None, "aot_eager"),
+        (_WithTemperature, True, "inductor"),
         (_WithPower, None, "aot_eager"),  # Inductor fails on it, with and without units
     ],
 )
