@@ -51,7 +51,7 @@ def test_many_lengths_need_few_graphs(rank: int) -> None:
     eager, wrapped = (wrap(make_transformer(num_blocks=1)) for _ in range(2))
     model = in_mode(wrapped, "graph")
     num_graphs = []
-    for n in range(16):
+    for n in range(8):
         losses = [loss_of(one, batch(rank, n, length=5 + 3 * n)) for one in (eager, model)]
         for loss in losses:
             loss.backward()

@@ -182,11 +182,11 @@ def test_units_that_differ(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_unit_that_differs_later(rank: int) -> None:
-    """After each change of one of three blocks.
+    """After each change of one of two blocks.
 
     No hooks: Dynamo guards none of modules that had none (``skip_nnmodule_hook_guards``).
     """
-    plain = Model([Block] * 3)
+    plain = Model([Block] * 2)
     model = copy.deepcopy(plain)
     compiled = _compiled(model)
     expected = _results(plain, rank)
