@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import Builder, Even, forward_graph, render
+from graphs import Even, forward_graph, render
 from loops import classification_loss, examples, fit, make_classifier, shard
 from models import nothing_cached
 from modes import in_mode
@@ -251,15 +251,6 @@ def test_a_plan_that_cannot_merge(changes: dict[str, list[int]]) -> None:
     plan = _with(_planned(forward_graph(3)), **changes)
     with pytest.raises(PlanError, match="to follow one another with the same issue"):
         _planned(forward_graph(3), plan)
-
-
-def test_what_needs_another_is_not_launched_with_it() -> None:
-    builder = Builder()
-    first = builder.reduce("u1", builder.input("tangents_1"))
-    builder.graph.output((builder.reduce("u0", first),))
-    Planner(Options(cost=Even()))(builder.graph)
-    verify_graph(builder.graph, "planner")
-    assert [launch_of(node) for node in collectives_of(builder.graph)] == [None, None]
 
 
 def test_spec_of_launches() -> None:

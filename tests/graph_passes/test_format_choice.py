@@ -32,12 +32,7 @@ from graph_passes.scheduling.simulation import (
     total_ms,
     unscheduled,
 )
-from graph_passes.wire_format import (
-    Coding,
-    WireFormat,
-    coding_of_gather,
-    coding_of_reduction,
-)
+from graph_passes.wire_format import Coding, WireFormat
 
 CHOICE = "int8/64?"
 
@@ -145,7 +140,7 @@ def test_never_slower(seed: int) -> None:
 
 
 def test_milliseconds_of_coding() -> None:
-    """Rates of a format, of its name, or of memory; what is read and written, by hand."""
+    """Rates of a format, of its name, or of memory; bytes by hand: test_wire_format.py."""
     wire, coding = WireFormat("int8", 64, is_stochastic=True), Coding(60.0, 30.0)
     assert Device(bytes_per_ms=10.0).coding_ms(wire, coding) == (6.0, 3.0)
     by_name = Device(bytes_per_ms=1.0, encode_bytes_per_ms={"int8": 20.0, "int8/64": 1.0})
@@ -154,10 +149,6 @@ def test_milliseconds_of_coding() -> None:
     assert by_text.coding_ms(wire, coding) == (60.0, 2.0)
     with pytest.raises(ValueError, match="decode_bytes_per_ms"):
         Device(decode_bytes_per_ms={"int8": 0.0})
-    # 4 ranks, 400 bytes unsharded, messages of 30: a shard in, a message out; four in, all out.
-    assert coding_of_gather(400, 30, 4) == (100 + 30, 4 * 30 + 400)
-    # Three parts in, three messages out; three in, and the own part is read and written.
-    assert coding_of_reduction(400, 30, 4) == (300 + 90, 90 + 200)
 
 
 # -- plans of a model on clusters ------------------------------------------------------------------

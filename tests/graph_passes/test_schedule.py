@@ -96,29 +96,6 @@ def test_each_decision_can_be_left_out(switch: str) -> None:
     assert all(line.startswith("wait ") for line in behind)
 
 
-def test_a_gather_of_something_computed_stays_behind_it() -> None:
-    builder = Builder()
-    x = builder.input("x")
-    first = builder.compute("u0", x, builder.gather("u0", builder.input("s0")))
-    second = builder.compute("u1", x, builder.gather("u1", first))
-    builder.graph.output((second,))
-    Planner(EVEN)(builder.graph)
-    verify_graph(builder.graph, "planner")
-    assert render(builder.graph).splitlines()[2:4] == ["mm.default u0", "all_gather u1"]
-
-
-def test_a_reduction_of_a_reduction_waits_for_it() -> None:
-    builder = Builder()
-    first = builder.reduce("u1", builder.input("tangents_1"))
-    second = builder.reduce("u0", first)
-    third = builder.reduce("u2", second)
-    builder.graph.output((third,))
-    before = render(builder.graph)
-    Planner(EVEN)(builder.graph)
-    verify_graph(builder.graph, "planner")
-    assert render(builder.graph) == before
-
-
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), units=st.integers(1, 12), backward=st.booleans())
 def test_random_problems(seed: int, units: int, backward: bool) -> None:

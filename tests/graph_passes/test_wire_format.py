@@ -96,7 +96,11 @@ def test_an_optional_format_counts_where_it_was_chosen() -> None:
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_time_of_coding(kind: CollectiveKind) -> None:
-    """An unsharded tensor of 16384 bytes, messages of 1104."""
+    """An unsharded tensor of 16384 bytes, messages of 1104.
+
+    Of a gather: a shard in, a message out; four in, all out. Of a reduction: three parts in, three
+    messages out; three in, and the own part is read and written.
+    """
     cost = CostModel(Device(bytes_per_ms=10.0))
     assert cost.coding_ms(_collective(kind, "")) == (0.0, 0.0)
     of_gather = (4096 + 1104, 4 * 1104 + 16384)
