@@ -18,6 +18,7 @@ from loops import (
     gradients,
     make_classifier,
     shard,
+    whole,
     whole_gradients,
 )
 from models import (
@@ -165,27 +166,36 @@ def test_between_steps(rank: int, mode: str) -> None:
     train_alike()
 
 
+@pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
-def test_nested_and_partial(rank: int) -> None:
-    wrapped, plain = wrap(make_transformer(num_blocks=1)), make_transformer(num_blocks=1)
+def test_nested_and_partial(rank: int, door: str) -> None:
+    plain = make_transformer(num_blocks=1)
+    wrapped = through(door, make_transformer(num_blocks=1))
 
-    def blocks_are_whole() -> bool:
-        return not any(isinstance(p, DTensor) for p in wrapped.module.blocks.parameters())
+    def whole_ones() -> tuple[bool, bool]:
+        """Whether the block's parameters are whole, and those of the root."""
+        params = wrapped.blocks[0].up.weight, wrapped.head.weight
+        return not isinstance(params[0], DTensor), not isinstance(params[1], DTensor)
 
+    with FSDP.summon_full_params(wrapped.blocks[0], writeback=False):
+        assert whole_ones() == (True, False)
+        wrapped.blocks[0].up.weight.detach().zero_()
     with FSDP.summon_full_params(wrapped, recurse=False):
-        assert not blocks_are_whole()
+        assert whole_ones() == (False, True)
         with FSDP.summon_full_params(wrapped, writeback=False):  # inside an outer context
-            assert blocks_are_whole()
+            assert whole_ones() == (True, True)
             with torch.no_grad():
                 wrapped.head.bias.add_(1.0)
                 wrapped.blocks[0].up.bias.add_(1.0)
-        assert not blocks_are_whole()
-    states = wrapped.state_dict()
-    assert torch.equal(states["head.bias"], plain.head.bias + 1.0)
-    assert torch.equal(states["blocks.0.up.bias"], plain.blocks[0].up.bias)
+        assert whole_ones() == (False, True)
+    assert whole_ones() == (False, False)
+    with torch.no_grad():
+        plain.head.bias.add_(1.0)
+    states = {name: whole(value) for name, value in wrapped.state_dict().items()}
+    torch.testing.assert_close(states, dict(plain.state_dict()), rtol=0, atol=0)
     with FSDP.summon_full_params(wrapped, rank0_only=True, offload_to_cpu=True, writeback=False):
         if rank == 0:  # nobody else takes part
-            assert different(dict(wrapped.state_dict()), dict(states)) == []
+            assert different(dict(wrapped.state_dict()), states) == []
     with pytest.raises(ZeroDivisionError), FSDP.summon_full_params(wrapped):
         raise ZeroDivisionError
     train(wrapped, rank, steps=1)

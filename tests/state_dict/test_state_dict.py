@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loops import error_of
-from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from models import Block, Transformer, batch, loss_of, make_transformer, through, train, wrap
 from pool import on_ranks
 from shardings import assert_same, unsharded
 from torch import nn
@@ -37,11 +37,11 @@ def _checkpoint(model: nn.Module) -> nn.Module:
     return model
 
 
-def _build(order: str, per_block_compile: bool = False) -> nn.Module:
+def _build(order: str, door: str = "wrapper", per_block_compile: bool = False) -> nn.Module:
     model = _plain()
     for step in order.split("-"):
         if step == "wrap":
-            model = wrap(model)
+            model = through(door, model)
         elif step == "checkpoint":
             model = _checkpoint(model)
         elif per_block_compile:
@@ -52,26 +52,26 @@ def _build(order: str, per_block_compile: bool = False) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("order", "per_block"),
+    ("order", "door", "per_block"),
     [
-        ("checkpoint-wrap-compile", False),
-        ("compile-wrap-checkpoint", False),
-        ("wrap-checkpoint-compile", False),
-        ("compile-checkpoint-wrap", False),
-        ("compile-checkpoint-wrap", True),
+        ("checkpoint-wrap-compile", "wrapper", False),
+        ("compile-wrap-checkpoint", "wrapper", False),
+        ("wrap-checkpoint-compile", "fully_shard", False),
+        ("compile-checkpoint-wrap", "fully_shard", False),
+        ("compile-checkpoint-wrap", "wrapper", True),
     ],
 )
 @on_ranks(2)
-def test_trains_in_this_order(rank: int, order: str, per_block: bool) -> None:
+def test_trains_in_this_order(rank: int, order: str, door: str, per_block: bool) -> None:
     """Each is before and after each other one. State dicts are a plain model's, back and forth."""
-    plain, model = _plain(), _build(order, per_block)
-    state = model.state_dict()
+    plain, model = _plain(), _build(order, door, per_block)
+    state = unsharded(model.state_dict())
     assert list(state) == list(plain.state_dict())
-    assert_same(dict(state), dict(plain.state_dict()))
+    assert_same(state, dict(plain.state_dict()))
     reference, _ = train(wrap(_plain()), rank, steps=2)
     losses, _ = train(model, rank, steps=2)
     assert losses == pytest.approx(reference, rel=1e-6)
-    assert not torch.equal(model.state_dict()["head.weight"], state["head.weight"])
+    assert not torch.equal(unsharded(model.state_dict())["head.weight"], state["head.weight"])
     model.load_state_dict(plain.state_dict())
     assert train(model, rank, steps=1)[0][0] == losses[0]
 

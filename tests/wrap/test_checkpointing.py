@@ -13,39 +13,26 @@ from loops import different, gradients, whole_gradients
 from models import Transformer, loss_of, make_transformer, wrap
 from modes import in_mode
 from pool import on_ranks
+from test_checkpointing_around_units import save_products
 from torch import nn
 from torch.distributed._composable.fsdp import fully_shard
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure.step_profile import StepProfiler
 from fsdp_dynamo import FSDP, record_events
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
-NUM_BLOCKS = 4
-
-
-def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Selective: matrix products are saved, everything else is computed again."""
-    is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _context() -> Any:
-    return create_selective_checkpoint_contexts(_save_products)
+NUM_BLOCKS = 3
 
 
 def _checkpointed(selective: bool) -> Transformer:
     model = make_transformer(num_blocks=NUM_BLOCKS, dim=64)
     for i, block in enumerate(model.blocks):
-        arguments = {"context_fn": _context} if selective else {}
+        arguments = {"context_fn": save_products} if selective else {}
         model.blocks[i] = checkpoint_wrapper(block, **arguments)
     return model
 

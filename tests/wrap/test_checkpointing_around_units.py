@@ -49,12 +49,13 @@ def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts() -> Any:
+def save_products() -> Any:
+    """Contexts in which matrix products are saved and everything else is computed again."""
     return create_selective_checkpoint_contexts(_save_products)
 
 
 class _Selective(_Around):
-    arguments = {"use_reentrant": False, "context_fn": _contexts}
+    arguments = {"use_reentrant": False, "context_fn": save_products}
 
 
 class _More(_Around):

@@ -14,7 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import error_of, gradients, whole_gradients
-from models import Block, average_gradients, batch, loss_of, make_transformer, train, wrap
+from models import (
+    Block,
+    Transformer,
+    average_gradients,
+    batch,
+    loss_of,
+    make_transformer,
+    train,
+    wrap,
+)
 from modes import in_mode
 from pool import RankPool, on_ranks
 from torch import nn
@@ -40,9 +49,14 @@ ERROR = {"bfloat16": 2**-8, "float8": 2**-4, "int8": 1 / 254, "int4": 1 / 14}
 """Largest error, as a part of the largest element of a block."""
 
 
-def _exact_gradients(rank: int, *steps: int) -> dict[str, torch.Tensor]:
+def _plain(mode: str = "eager", **sizes: int) -> Transformer:
+    """Compiling takes as long as there are blocks."""
+    return make_transformer(num_blocks=2 if mode == "eager" else 1, **sizes)
+
+
+def _exact_gradients(rank: int, *steps: int, mode: str = "eager") -> dict[str, torch.Tensor]:
     """Means over ranks that no format has rounded."""
-    plain = make_transformer(num_blocks=2)
+    plain = _plain(mode)
     for step in steps:
         loss_of(plain, batch(rank, step)).backward()
     average_gradients(plain)
@@ -104,7 +118,7 @@ def _assert_parameters_are_rounded(rank: int, name: Any) -> None:
 @on_ranks(3)
 def test_gradients_are_means_of_what_arrived(rank: int, name: Any, mode: str) -> None:
     """The error is bounded by the largest gradient of the unit on any rank."""
-    own = make_transformer(num_blocks=2)
+    own = _plain(mode)
     loss_of(own, batch(rank, 0)).backward()
     largest: dict[str, torch.Tensor] = {}
     for fqn, grad in gradients(own).items():
@@ -112,9 +126,9 @@ def test_gradients_are_means_of_what_arrived(rank: int, name: Any, mode: str) ->
         dist.all_reduce(value, dist.ReduceOp.MAX)
         largest[_unit_of(fqn)] = value.maximum(largest.get(_unit_of(fqn), value))
     precision = CollectivePrecision(reduce_scatter=name, stochastic_rounding=False)
-    model = wrap(make_transformer(num_blocks=2), collective_precision=precision)
+    model = wrap(_plain(mode), collective_precision=precision)
     loss_of(in_mode(model, mode), batch(rank, 0)).backward()
-    errors = _errors(model, _exact_gradients(rank, 0))
+    errors = _errors(model, _exact_gradients(rank, 0, mode=mode))
     for fqn, error in errors.items():
         assert error <= ERROR[name] * float(largest[_unit_of(fqn)]) * 1.01 + 1e-7, fqn
     assert max(errors.values()) > 0
@@ -148,7 +162,7 @@ def _replicas_average(rank: int, world_size: int, mode: str, name: Any) -> None:
     precision = CollectivePrecision(all_reduce=name, stochastic_rounding=False)
     whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}
     kwargs: dict[str, Any] = _hybrid() if world_size == 4 else whole
-    model = wrap(make_transformer(num_blocks=2), collective_precision=precision, **kwargs)
+    model = wrap(_plain(mode), collective_precision=precision, **kwargs)
     call = in_mode(model, mode)
     with _counted() as sent, record_events() as log:
         loss_of(call, batch(rank, 0)).backward()
@@ -157,7 +171,7 @@ def _replicas_average(rank: int, world_size: int, mode: str, name: Any) -> None:
     assert parts
     assert all(0 < part < 0.6 for part in parts)
     _assert_equal_on_all_ranks(whole_gradients(model).values())
-    exact = _exact_gradients(rank, 0)
+    exact = _exact_gradients(rank, 0, mode=mode)
     # Once by the rank that sends its part, once by the one that has summed it; others' parts
     # are up to so many times the mean.
     bound = (world_size + 1) * ERROR[name] * _largest(exact.values())
@@ -165,7 +179,7 @@ def _replicas_average(rank: int, world_size: int, mode: str, name: Any) -> None:
 
 
 def _losses(rank: int, mode: str, **kwargs: Any) -> list[float]:
-    model = wrap(make_transformer(num_blocks=2), **kwargs)
+    model = wrap(make_transformer(num_blocks=1), **kwargs)
     return train(in_mode(model, mode), rank, steps=3)[0]
 
 
@@ -215,7 +229,7 @@ def test_a_seed_repeats_a_run_that_rounds_at_random(rank: int, mode: str, tmp_pa
     """Whatever the process has run before, and whether rates are measured or known."""
 
     def losses(seed: int, measures: bool = False) -> list[float]:
-        plain = make_transformer(num_blocks=2)
+        plain = _plain(mode)
         torch.manual_seed(seed)
         model = wrap(plain, collective_precision=CollectivePrecision("int8", "int4"))
         if measures:
@@ -295,7 +309,7 @@ def _counted() -> Iterator[list[int]]:
 @on_ranks(2)
 def test_bytes(rank: int, mode: str) -> None:
     def num_bytes(precision: CollectivePrecision) -> int:
-        model = wrap(make_transformer(num_blocks=2, dim=64), collective_precision=precision)
+        model = wrap(_plain(mode, dim=64), collective_precision=precision)
         call = in_mode(model, mode)
         loss_of(call, batch(rank, 0)).backward()
         with _counted() as sent:

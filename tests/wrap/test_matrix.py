@@ -25,7 +25,7 @@ from models import (
     wrap,
 )
 from modes import INDUCTOR_MODES, MODES, in_mode
-from pool import RankPool, on_ranks
+from pool import on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed._composable.replicate import replicate as replicate_of_torch
@@ -83,7 +83,6 @@ class Row(NamedTuple):
         shard: makes units of it.
         loss: of a model, a rank and a step.
         also: what else must be true: of the sharded model, the last step's events, the plain model.
-        ranks: how many there are.
         rel: tolerance for losses.
         plain_loss: that of the plain model, where it is another one.
     """
@@ -93,7 +92,6 @@ class Row(NamedTuple):
     shard: Callable[[Any], Any] = wrap
     loss: Loss = _of_tokens
     also: Callable[[Any, EventLog, Any], None] = _nothing_else
-    ranks: int = 2
     rel: float = 1e-6
     plain_loss: Loss | None = None
 
@@ -332,7 +330,6 @@ ROWS: dict[str, Row] = {
     # The eager mode has its own tests of the first four, and so has SHARD_GRAD_OP.
     "FULL_SHARD": Row(("hooks", "graph")),
     "NO_SHARD": Row(("hooks", "graph"), shard=partial(wrap, sharding_strategy=NO_SHARD)),
-    "three ranks": Row(("graph",), ranks=3),
     "Inductor": Row(("graph-inductor", "hooks-inductor"), rel=1e-5),
     "one unit": Row(("eager",), shard=_units()),
     "frozen": Row(("eager", "graph"), _partly_frozen, also=_costs_no_gradients),
@@ -396,10 +393,6 @@ def _check(row: Row, rank: int, mode: str) -> None:
     row.also(model, log, plain)
 
 
-def _check_named(rank: int, world_size: int, name: str, mode: str) -> None:
-    _check(ROWS[name], rank, mode)
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -409,8 +402,9 @@ def _check_named(rank: int, world_size: int, name: str, mode: str) -> None:
         if mode in row.modes
     ],
 )
-def test_equals_ddp(ranks: RankPool, name: str, mode: str) -> None:
-    ranks.run(_check_named, ROWS[name].ranks, name, mode)
+@on_ranks(2)
+def test_equals_ddp(rank: int, name: str, mode: str) -> None:
+    _check(ROWS[name], rank, mode)
 
 
 # -- combinations ----------------------------------------------------------------------------------
@@ -425,6 +419,11 @@ class Case(NamedTuple):
     @property
     def needs_grid(self) -> bool:
         return self.strategy.is_hybrid or self.strategy.is_hierarchical
+
+    @property
+    def has_pairs(self) -> bool:
+        """An even number of features: of any two of them, such cases have all combinations."""
+        return sum(self[1:]) % 2 == 0
 
 
 CASES = [Case(*values) for values in itertools.product(ShardingStrategy, *[(False, True)] * 3)]
@@ -484,9 +483,10 @@ def test_every_combination_on_two_ranks(rank: int) -> None:
 
 
 @on_ranks(4)
-def test_every_combination_on_four_ranks(rank: int) -> None:
+def test_pairs_of_features_on_four_ranks(rank: int) -> None:
+    """With every strategy, every two of the three features together."""
     for case in CASES:
-        if case.needs_grid:
+        if case.needs_grid and case.has_pairs:
             _check_case(case, rank, "eager")
 
 
@@ -494,9 +494,8 @@ def test_every_combination_on_four_ranks(rank: int) -> None:
 @pytest.mark.parametrize("mode", ["hooks", "graph"])
 @on_ranks(4)
 def test_pairs_of_features_compiled(rank: int, mode: str) -> None:
-    """Every strategy with an even number of the three features: every two of them together."""
     for case in CASES:
-        if sum(case[1:]) % 2 == 0:
+        if case.has_pairs:
             _check_case(case, rank, mode)
             torch._dynamo.reset()
             dist.barrier()

@@ -107,7 +107,7 @@ TIED = {"embed, head", "embed, norm, head"}
 
 def _model(pick: str, way: str) -> _Looped:
     torch.manual_seed(7)
-    model = _Looped(num_blocks=3, tied=pick in TIED)
+    model = _Looped(num_blocks=3 if pick == "blocks" else 2, tied=pick in TIED)
     model.way = way
     return model
 

@@ -49,10 +49,9 @@ def test_works_and_says_so_once() -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("ranks", ["2", "16"])
-def test_a_rank_of_several_is_refused(ranks: str) -> None:
-    done = _run(WORLD_SIZE=ranks, RANK="0")
-    assert f"got none in one of {ranks} ranks (WORLD_SIZE)" in done.stderr
+def test_a_rank_of_several_is_refused() -> None:
+    done = _run(WORLD_SIZE="2", RANK="0")
+    assert "got none in one of 2 ranks (WORLD_SIZE)" in done.stderr
 
 
 # -- the end of a process --------------------------------------------------------------------------

@@ -33,12 +33,12 @@ ALWAYS = CollectivePrecision("int8", "int8", stochastic_rounding=False)
 EXPOSED = replace(ALWAYS, only_where_exposed=True)
 DEVICE = {"flops_per_ms": 1e7, "bytes_per_ms": 1e7}
 SLOW = {"link": {"latency_ms": 0.0, "bytes_per_ms": 1e3}, "device": DEVICE}
-MIDDLE = {"link": SLOW["link"] | {"bytes_per_ms": 1e5}, "device": DEVICE | {"flops_per_ms": 1e6}}
+MIDDLE = {"link": SLOW["link"] | {"bytes_per_ms": 1e6}, "device": DEVICE | {"flops_per_ms": 1e6}}
 FAST = {"link": {"latency_ms": 0.0, "bytes_per_ms": 1e12}, "device": DEVICE}
 
 
 def _model(precision: Any) -> FSDP:
-    return wrap(make_transformer(num_blocks=2, dim=32), collective_precision=precision)
+    return wrap(make_transformer(num_blocks=1, dim=32), collective_precision=precision)
 
 
 class Trained(NamedTuple):
@@ -95,7 +95,7 @@ def test_the_link_decides(rank: int) -> None:
     assert fast == never
     assert never.num_formatted == 0
     assert slow == always
-    assert slow.num_formatted == slow.num_collectives > 6
+    assert slow.num_formatted == slow.num_collectives == 5
     assert 0 < middle.num_formatted < middle.num_collectives
     for chosen in (slow, middle):
         assert chosen.is_same

@@ -175,7 +175,7 @@ def test_a_registered_method_trains(rank: int) -> None:
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @on_ranks(2)
 def test_a_copy_trains_alike_and_alone(rank: int, mode: str) -> None:
-    model = wrap(make_transformer(num_blocks=2, tied=True))
+    model = wrap(make_transformer(num_blocks=1, tied=True))
     run = in_mode(model, mode)
     train(run, rank, steps=1)
     loss_of(run, batch(rank, 5)).backward()  # as in nn.Module, a copy has no gradients
