@@ -19,6 +19,7 @@ from loops import error_of
 from models import Block, Branching, batch, ddp_losses, loss_of, make_transformer, train, wrap
 from modes import in_mode
 from pool import on_ranks
+from shardings import pairs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -38,13 +39,6 @@ from fsdp_dynamo.wrap_policy import CustomPolicy
 
 FULL, HIERARCHICAL = ShardingStrategy.FULL_SHARD, ShardingStrategy.HIERARCHICAL_SHARD
 BLOCKS = 3
-
-
-def _pairs() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Groups {0, 1} {2, 3} and {0, 2} {1, 3}: of this rank's node, and across nodes."""
-    made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-    mine = [group for ranks, group in made.items() if dist.get_rank() in ranks]
-    return mine[0], mine[1]
 
 
 def _mesh() -> DeviceMesh:
@@ -93,7 +87,7 @@ def _uses(model: Any, level: str) -> set[str]:
 @on_ranks(4)
 def test_equals_the_others(rank: int, mode: str, how: str) -> None:
     """Losses and norms of DDP, parameters of FULL_SHARD; eagerly, the bits of HYBRID_SHARD."""
-    named: dict[str, Any] = {"process_group": _pairs()} if how == "pair" else {}
+    named: dict[str, Any] = {"process_group": pairs()} if how == "pair" else {}
     if how == "nodes":
         named = {"device_mesh": None}
     num_blocks = 1 if mode == "graph" else BLOCKS  # which compiles for long

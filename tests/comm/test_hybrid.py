@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models import Block, Branching, batch, ddp_losses, loss_of, make_transformer, train, wrap
 from modes import in_mode
 from pool import on_ranks
+from shardings import pairs
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_dynamo import FSDP, ShardingStrategy, record_events
@@ -22,20 +23,13 @@ from fsdp_dynamo.wrap_policy import CustomPolicy
 from graph_passes.cost_model import Device, Link
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
-BLOCKS = 3
-
-
-def _replicas_of_shards() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The pair (shard, replicate) of this rank, of groups {0, 1} {2, 3} and {0, 2} {1, 3}."""
-    made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-    mine = [group for ranks, group in made.items() if dist.get_rank() in ranks]
-    return mine[0], mine[1]
+BLOCKS = 2
 
 
 def _named_by(how: str) -> dict[str, Any]:
     if how == "mesh":
         return {"device_mesh": init_device_mesh("cpu", (2, 2))}
-    return {"process_group": _replicas_of_shards()} if how == "pair" else {}
+    return {"process_group": pairs()} if how == "pair" else {}
 
 
 @on_ranks(4)
@@ -143,7 +137,7 @@ def test_replicas_decide_from_the_same_rates(rank: int) -> None:
         }
 
     with mock.patch.object(calibration, "measured", measured), record_plans() as plans:
-        model = wrap(make_transformer(num_blocks=2), sharding_strategy=HYBRID, **_named_by("pair"))
+        model = wrap(make_transformer(num_blocks=1), sharding_strategy=HYBRID, **_named_by("pair"))
         train(in_mode(model, "graph"), rank, steps=1)
     state_of(dist.group.WORLD, planning.MeasuredRates).clear()
     assert plans

@@ -15,6 +15,8 @@ from torch import nn
 from fsdp_dynamo import FSDP, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
+LOW = torch.bfloat16
+
 
 class _Spectral(nn.Module):
     """A layer in the frequency domain, as Fourier operators have it."""
@@ -35,17 +37,24 @@ def _net() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("mode", "door"),
-    [("eager", "FSDP"), ("eager", "fully_shard"), ("hooks", "fully_shard"), ("graph", "FSDP")],
+    ("mode", "door", "precisions"),
+    [
+        ("eager", "FSDP", (None, LOW)),
+        ("eager", "fully_shard", (None, LOW)),
+        ("hooks", "fully_shard", (LOW,)),
+        ("graph", "FSDP", (None,)),
+    ],
 )
 @on_ranks(2)
-def test_gradients_and_norms(rank: int, mode: str, door: str) -> None:
+def test_gradients_and_norms(
+    rank: int, mode: str, door: str, precisions: tuple[torch.dtype | None, ...]
+) -> None:
     """They are those of one process, with gradients that were accumulated and without."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
     plain = _net()
     plain(x).sum().backward()
     average_gradients(plain)
-    for low in (None, torch.bfloat16):
+    for low in precisions:
         sharded: Any
         if door == "FSDP":
             policy, precision = ModuleWrapPolicy({_Spectral}), MixedPrecision(low)

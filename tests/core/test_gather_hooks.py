@@ -366,9 +366,9 @@ def test_what_hooks_may_give(rank: int) -> None:
     assert of_shape in error_of(lambda: wrong(x))
 
 
-@pytest.mark.parametrize(("way", "mode"), [("replicas", "eager"), ("fewer ranks", "hooks")])
+@pytest.mark.parametrize("way", ["replicas", "fewer ranks"])
 @on_ranks(4)
-def test_on_four_ranks(rank: int, way: str, mode: str) -> None:
+def test_on_four_ranks(rank: int, way: str) -> None:
     """Where ranks have uneven rows; one of the parameters is frozen."""
     kwargs: dict[str, Any] = {"reshard_after_forward": 2}
     if way == "replicas":
@@ -382,7 +382,7 @@ def test_on_four_ranks(rank: int, way: str, mode: str) -> None:
     expected = _train(
         DistributedDataParallel(plain), rank, torch.optim.SGD(plain.parameters(), 0.1)
     )
-    found = _train(in_mode(model, mode), rank, torch.optim.SGD(model.parameters(), 0.1))
+    found = _train(model, rank, torch.optim.SGD(model.parameters(), 0.1))
     assert found == pytest.approx(expected, rel=1e-5)
 
 

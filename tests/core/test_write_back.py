@@ -80,6 +80,7 @@ def _forward(model: FSDP) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+Change = Callable[[FSDP], None]
 USES: dict[str, Callable[[FSDP], dict[str, torch.Tensor]]] = {
     "forward": _forward,
     "summon": _summon,
@@ -171,27 +172,30 @@ def test_parameters_that_exchange_storage(rank: int) -> None:
     assert torch.equal(values["blocks.0.norm2.bias"], plain.norm1.weight)
 
 
-def _another_shape(model: FSDP) -> None:
-    model.module.norm.weight = nn.Parameter(torch.zeros(17))
+def _put(module: str, name: str, make: Callable[[nn.Module], nn.Module | nn.Parameter]) -> Change:
+    """Give a module of the model a parameter or a module, made of the module itself."""
+
+    def put(model: FSDP) -> None:
+        holder = model.module.get_submodule(module)
+        setattr(holder, name, make(holder))
+
+    return put
 
 
-def _another_dtype(model: FSDP) -> None:
-    model.module.norm.weight = nn.Parameter(torch.zeros(16, dtype=torch.float64))
-
-
-def _one_of_two(model: FSDP) -> None:
-    model.module.head.weight = nn.Parameter(torch.zeros_like(model.module.head.weight))
-
-
-def _of_a_unit(model: FSDP) -> None:
-    model.module.norm.weight = model.module.norm.bias
-
-
-REFUSED: dict[str, tuple[Callable[[FSDP], None], str]] = {
-    "shape": (_another_shape, "got a tensor of shape (17,)"),
-    "dtype": (_another_dtype, "torch.float64"),
-    "tied": (_one_of_two, "got two parameters in places that were tied"),
-    "held": (_of_a_unit, "which a unit holds already"),
+REFUSED: dict[str, tuple[Change, str]] = {
+    "shape": (
+        _put("norm", "weight", lambda _: nn.Parameter(torch.zeros(17))),
+        "got a tensor of shape (17,)",
+    ),
+    "dtype": (
+        _put("norm", "weight", lambda _: nn.Parameter(torch.zeros(16, dtype=torch.float64))),
+        "torch.float64",
+    ),
+    "tied": (
+        _put("head", "weight", lambda head: nn.Parameter(torch.zeros_like(head.weight))),
+        "got two parameters in places that were tied",
+    ),
+    "held": (_put("norm", "weight", lambda norm: norm.bias), "which a unit holds already"),
 }
 
 
@@ -289,23 +293,10 @@ class Adapter(nn.Module):
         return self.base(x) + self.low(x)
 
 
-def _adapt(model: FSDP) -> None:
-    block = model.module.blocks[0].module
-    block.up = Adapter(block.up)
-
-
-def _extend(model: FSDP) -> None:
-    model.module.norm.extra = nn.Parameter(torch.zeros(3))
-
-
-def _bias(model: FSDP) -> None:
-    model.module.head.bias = nn.Parameter(torch.zeros(31))
-
-
-ADDED: dict[str, Callable[[FSDP], None]] = {
-    "blocks.0.up.low.weight": _adapt,
-    "norm.extra": _extend,
-    "head.bias": _bias,  # in the place of None
+ADDED: dict[str, Change] = {
+    "blocks.0.up.low.weight": _put("blocks.0.module", "up", lambda block: Adapter(block.up)),
+    "norm.extra": _put("norm", "extra", lambda _: nn.Parameter(torch.zeros(3))),
+    "head.bias": _put("head", "bias", lambda _: nn.Parameter(torch.zeros(31))),  # it was None
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -34,8 +35,13 @@ def _clocked() -> Iterator[Recorder]:
     """A recorded program whose events have the times of the virtual clock."""
     with record_program() as recorder:
 
+        @cache
+        def times(length: int) -> Any:
+            """Of the events of a program that has become so long."""
+            return clock.run(recorder.program, RATES).events
+
         def elapsed_ms(begin: Event, end: Event) -> float:
-            there = clock.run(recorder.program, RATES).events
+            there = times(len(recorder.program))
             assert begin.number is not None
             assert end.number is not None
             return 1e3 * (there[end.number] - there[begin.number])

@@ -174,4 +174,5 @@ def test_groups_have_no_private_keys(rank: int) -> None:
 
 def test_random_resumes(ranks: RankPool, tmp_path: Path) -> None:
     """By every way; more by benchmarks/campaigns/random_resumes.py."""
-    assert ranks.run(resume_programs.run_all, 2, range(60), str(tmp_path)) == [{}, {}]
+    seeds = (*range(40), 53)  # the last one refuses what two optimizers share
+    assert ranks.run(resume_programs.run_all, 2, seeds, str(tmp_path)) == [{}, {}]

@@ -37,11 +37,16 @@ def sharded(plain: nn.Module, how: str) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     if how == "replicas":
         return wrap(plain, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    assert how == "hierarchy"
     hierarchy = ShardingStrategy.HIERARCHICAL_SHARD
-    if how == "hierarchy":
-        return wrap(plain, sharding_strategy=hierarchy, device_mesh=mesh)
-    assert how == "composable hierarchy"
-    return fully_shard(plain, mesh=mesh, strategy=hierarchy)
+    return wrap(plain, sharding_strategy=hierarchy, device_mesh=mesh)
+
+
+def pairs() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's groups of {0, 1} {2, 3}, a node or a replica, and of {0, 2} {1, 3}, across."""
+    made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    mine = [group for ranks, group in made.items() if dist.get_rank() in ranks]
+    return mine[0], mine[1]
 
 
 def fit_tokens(
