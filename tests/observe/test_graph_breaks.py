@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import gc
 import json
 import weakref
@@ -164,7 +163,7 @@ def test_a_step_that_compiles_is_not_measured(rank: int, mode: str) -> None:
     model = FSDP(_Counts())
     compiled = in_mode(model, mode)
     explanations = [explain(compiled, torch.ones(2, 4))]
-    for _ in range(3):
+    for _ in range(2):
         compiled(torch.ones(2, 4)).sum().backward()
         torch.compile(model, backend="eager")(torch.ones(2, 4)).sum().backward()
     explanations.append(explain(compiled, torch.ones(2, 4)))
@@ -176,28 +175,25 @@ def test_a_step_that_compiles_is_not_measured(rank: int, mode: str) -> None:
     assert guards in ([], [".calls"])
 
 
-def _trained(limit: int, explains: bool) -> list[Explanation] | None:
-    """Train with three sizes, perhaps explain in between; ``None``: Dynamo's limit is too low."""
+def _trained(explains: bool, limit: int) -> tuple[list[Explanation], int]:
+    """Train with three sizes, perhaps explain in between; the limit of recompiles that suffices."""
     torch.compiler.reset()
     layers = nn.Sequential(nn.Linear(4, 4), _Breaks())  # it breaks in code of its class
     model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, _Breaks}))
     compiled = torch.compile(model, backend="aot_eager", dynamic=False)
     compiled(torch.ones(2, 4)).sum().backward()
     found = [explain(compiled, torch.ones(n, 4)) for n in (2, 3, 2)] if explains else []
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=limit):
-        try:
-            for rows in (3, 4):
-                compiled(torch.ones(rows, 4)).sum().backward()
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
-            return None
-    return found
+    strict = {"fail_on_recompile_limit_hit": True, "recompile_limit": limit}
+    with record_artifacts() as made, torch._dynamo.config.patch(strict):
+        for rows in (3, 4):
+            compiled(torch.ones(rows, 4)).sum().backward()
+    return found, 1 + max(one.frame.recompile for one in made)
 
 
 @on_ranks(2)
 def test_an_explanation_leaves_nothing(rank: int) -> None:
     """Neither recompiles for its sizes, nor its backend."""
-    limits = range(1, 12)
-    enough = bisect.bisect_left(limits, True, key=lambda n: _trained(n, explains=False) is not None)
+    _, enough = _trained(explains=False, limit=8)
     made = []
 
     def note(*arguments: Any) -> Any:
@@ -207,8 +203,7 @@ def test_an_explanation_leaves_nothing(rank: int) -> None:
 
     real = training_step.OwnBackend
     with mock.patch.object(training_step, "OwnBackend", note):
-        found = _trained(limits[enough], explains=True)
-    assert found is not None, "explanations have used up the limit"
+        found, _ = _trained(explains=True, limit=enough)  # explanations use up none of it
     gc.collect()
     assert len({sum("size" in one.guard for one in each.recompiles) for each in found}) == 1
     assert len({one.num_graphs for one in found}) == 1
