@@ -200,7 +200,7 @@ class _SpareLooks:
 
 
 class Monitor(Protocol):
-    """What the watchdog asks other ranks during long waits (``health.notices``)."""
+    """Questions of the watchdog to other ranks, during long waits (``health.notices``)."""
 
     def look(self, group: dist.ProcessGroup, num_periods: int, runs_ahead: bool) -> None:
         """Look once during a wait; raise ``DivergenceError`` for a failure of other ranks.

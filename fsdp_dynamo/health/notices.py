@@ -120,7 +120,7 @@ class _Records:
 
 
 class _Monitor:
-    """What the watchdog asks other ranks; see ``comm.watchdog.Monitor``."""
+    """Questions of the watchdog to other ranks; see ``comm.watchdog.Monitor``."""
 
     def look(self, group: dist.ProcessGroup, num_periods: int, runs_ahead: bool) -> None:
         store, records = run_store(), state_of(dist.group.WORLD, _Records)
