@@ -59,7 +59,7 @@ def without_checks() -> Iterator[None]:
     with (
         mock.patch.object(collective_log, "record", _record_nothing),
         mock.patch.object(collective_log, "message_tag", _one_tag),
-        mock.patch.object(watchdog._watchdog, "check_others", None),
+        mock.patch.object(watchdog._watchdog, "monitor", None),
     ):
         yield
 
@@ -101,7 +101,7 @@ def microseconds_of_a_check() -> float:
         label = f"blocks.{number % 8}"
         collective_log.record(group, "all_gather", label, 4096)
         collective_log.message_tag("all_gather", label, 4096, "forward")
-        watchdog._watchdog.begin(group)
+        watchdog._watchdog.begin(watchdog._Wait(group, group))
         watchdog._watchdog.end()
     return (time.perf_counter() - began) / LOOPS * 1e6
 

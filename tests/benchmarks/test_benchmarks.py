@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pool import on_ranks
 from torch import nn
 
-from benchmarks import checks, final_loss, pictures, saving
+from benchmarks import checks, cluster_check, final_loss, pictures, saving
 from benchmarks.measure.bound import flat_cluster, lower_bound, wire_bytes
 from benchmarks.measure.comparison_report import (
     Row,
@@ -162,6 +162,9 @@ def test_saving_and_checks_are_measured(rank: int, tmp_path: Path) -> None:
         found = checks.measure(setting, 1)
     assert [rounds[0]["collectives"] for rounds in found.values()] == [8, 8]
     assert "graph mode" in checks.report(found)
+    row = cluster_check.measured("ours", setting, steps=1, tokens=8)
+    assert 5.0 < row["loss"] < 6.0
+    assert f"| {row['tokens_per_s']:,} |" in cluster_check.report([row], "small")
 
 
 @on_ranks(2)
