@@ -45,6 +45,7 @@ from fsdp_dynamo.errors import (
     FSDPValueError,
 )
 from fsdp_dynamo.health.comparison import difference
+from fsdp_dynamo.health.periodic_comparison import compare_before_saving
 from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.optim_state import copied
 
@@ -179,6 +180,7 @@ def _prepare(
     finish_pending_save()
     arguments = f"step {step!r}, states {names}, keep_last {keep_last!r}, folder '{target}'"
     coordinator = coordinate_ranks(group, "checkpoint to save", arguments)
+    compare_before_saving()  # values that ranks have mixed up must not be saved
     comparisons: list[Comparison] = []
     content: list[_Content] = []
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ _OF_UNITS = ("", "forward", "backward", FULL_PARAMS)
 
 _ALL_GATHER_TAG, _REDUCE_SCATTER_TAG = 0x0E, 0x0F
 _LABEL_BITS = 24
-COMPARED_EVERY = 256
+COMPARED_EVERY = 128
 """Two comparisons lie within the ``MAX_ENTRIES`` that tell which collective differs."""
 _FACTOR, _MODULUS = 0x9E3779B97F4A7C15, (1 << 61) - 1
 
@@ -80,13 +79,23 @@ class Entry(NamedTuple):
         return f"the {kind} of {self.subject} ({self.numel} elements, {use}step {self.step})"
 
 
+class Compare(Protocol):
+    """Comparison of what the ranks of a group have issued."""
+
+    def __call__(self, group: dist.ProcessGroup, *, waits: bool) -> None:
+        """Start one, and raise ``DivergenceError`` for results that are there.
+
+        With ``waits``, for all results.
+        """
+
+
 class _GroupLog:
     def __init__(self) -> None:
         self.ranks: list[int] = []  # set with the first entry
         self.count = 0
         self.digest = 0  # of the collectives of units, in their order
         self.num_in_digest = 0
-        self.compare: Callable[[dist.ProcessGroup], object] | None = None
+        self.compare: Compare | None = None
         self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
 
 
@@ -127,7 +136,7 @@ def record(
         log.num_in_digest += 1
         log.digest = (_FACTOR * log.digest + _number_of(kind, label, numel, use)) % _MODULUS
         if log.num_in_digest % COMPARED_EVERY == 0:
-            log.compare(group)
+            log.compare(group, waits=False)
     _latest = Entry(log.count, num_steps(), kind, label, numel, use)
     log.entries.append(_latest)
     log.count += 1
@@ -139,7 +148,7 @@ def _number_of(kind: str, label: str, numel: int, use: str) -> int:
     return zlib.crc32(f"{kind} {label} {numel} {use}".encode())
 
 
-def compare_order(group: dist.ProcessGroup, compare: Callable[[dist.ProcessGroup], object]) -> None:
+def compare_order(group: dist.ProcessGroup, compare: Compare) -> None:
     """Call ``compare`` before every ``COMPARED_EVERY``-th collective of a unit from now on.
 
     Collectives are counted because all ranks issue them alike; one rank may run forwards alone that
@@ -147,6 +156,11 @@ def compare_order(group: dist.ProcessGroup, compare: Callable[[dist.ProcessGroup
     """
     log = state_of(group, _GroupLog)
     log.compare = log.compare or compare
+
+
+def comparison_of(group: dist.ProcessGroup) -> Compare | None:
+    """Return what ``compare_order`` was given for a group, if anything."""
+    return state_of(group, _GroupLog).compare
 
 
 def _ranks_of(group: dist.ProcessGroup) -> list[int]:

@@ -85,7 +85,7 @@ def texts_over(groups: Sequence[dist.ProcessGroup], name: str, text: str) -> dic
     for group in groups:
         answers: list[Any] = [None] * group.size()
         with watched(group, "all_gather", name):
-            dist.all_gather_object(answers, texts, beside(group))
+            dist.all_gather_object(answers, texts, group=beside(group))
         texts = {rank: known for answer in answers for rank, known in answer.items()}
     return dict(sorted(texts.items()))
 
@@ -111,7 +111,7 @@ def maximum_over(
         through = beside(group)
         tensor = torch.tensor(values, device=exchange_device(through, device))
         with watched(group, "all_reduce", what, len(values)):
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, through)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=through)
         values = tuple(tensor.tolist())
     return values
 
@@ -138,7 +138,7 @@ def share_from_first(group: dist.ProcessGroup, name: str, make: Callable[[], str
         except Exception as error:  # noqa: BLE001  # the other ranks wait for the answer
             failure, answer = error, ["", f"{type(error).__name__}: {error}"]
     with watched(group, "broadcast", name):
-        dist.broadcast_object_list(answer, first, beside(group))
+        dist.broadcast_object_list(answer, first, group=beside(group))
     if failure is not None:
         raise failure
     text, cause = answer

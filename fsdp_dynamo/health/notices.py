@@ -184,6 +184,11 @@ def link_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     set_monitor(_monitor)
 
 
+def linked_groups() -> list[dist.ProcessGroup]:
+    """Return the groups of this job with whose ranks failures are shared, in their order."""
+    return list(state_of(dist.group.WORLD, _Records).comparisons)
+
+
 def raise_on_all_ranks(error: DivergenceError) -> NoReturn:
     """Raise an error here, and on all waiting ranks of linked groups."""
     with suppress(dist.DistError):  # the store has gone with the rank that served it

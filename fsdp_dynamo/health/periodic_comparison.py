@@ -1,10 +1,10 @@
-"""Comparison of what ranks issue on devices, every now and then, whether or not a rank waits.
+"""Comparison of what ranks issue on devices, now and then, whether or not a rank waits.
 
 NCCL matches collectives by order and size alone. Ranks that run different units of equal size
 exchange the wrong data, and if every rank issues as many collectives, no rank ever waits. So each
 rank folds the collectives that it issues in a group into one number, and an all-reduce of 16 bytes
-compares the numbers. No host waits for it; the result is read at the next comparison. With gloo
-none is needed, because each message carries a tag for its collective.
+compares the numbers. No host waits for it, except before a checkpoint; the result is read at the
+next comparison. With gloo none is needed, because each message carries a tag for its collective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.errors import DivergenceError, with_section
 from fsdp_dynamo.events import num_steps
 from fsdp_dynamo.health.collective_order import CAUSE
-from fsdp_dynamo.health.notices import compare_now, raise_on_all_ranks
+from fsdp_dynamo.health.notices import compare_now, linked_groups, raise_on_all_ranks
 
 _USE = "the comparison of collectives"
 
@@ -30,6 +30,18 @@ def compare_periodically(group: dist.ProcessGroup, device: torch.device) -> None
         collective_log.compare_order(group, _Comparison(device))
 
 
+def compare_before_saving() -> None:
+    """Compare the collectives of all groups now, and wait for the results; all ranks must call it.
+
+    Raises:
+        DivergenceError: on every rank of a group: ranks have issued different collectives.
+    """
+    for group in linked_groups():
+        compare = collective_log.comparison_of(group)
+        if compare is not None:
+            compare(group, waits=True)
+
+
 class _Comparison:
     """Comparisons of a group's collectives, and those of which the results are to come."""
 
@@ -38,18 +50,18 @@ class _Comparison:
         self._in_flight: list[HostCopy] = []
 
     @untraced("ranks compare their collectives eagerly")
-    def __call__(self, group: dist.ProcessGroup) -> None:
-        """Start a comparison, and read the results that are there.
+    def __call__(self, group: dist.ProcessGroup, *, waits: bool) -> None:
+        """Start a comparison, and read the results that are there, or all.
 
         Raises:
             DivergenceError: on every rank of the group: ranks have issued different collectives.
         """
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        done = [copy for copy in self._in_flight if copy.is_done]
+        self._in_flight.append(_started(group, self._device))
+        done = [copy for copy in self._in_flight if waits or copy.is_done]
         results = [copy.wait().tolist() for copy in done]
         self._in_flight = [copy for copy in self._in_flight if copy not in done]
-        self._in_flight.append(_started(group, self._device))
         if any(largest != -negated_smallest for largest, negated_smallest in results):
             error = compare_now(group, STORE_TIMEOUT_S) or DivergenceError(_unknown())
             refuse_results(error)
@@ -78,4 +90,4 @@ def _unknown() -> str:
     )
 
 
-__all__ = ["compare_periodically"]
+__all__ = ["compare_before_saving", "compare_periodically"]

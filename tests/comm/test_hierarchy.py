@@ -193,7 +193,7 @@ def test_formats_are_those_between_nodes(rank: int) -> None:
 
 
 class _Counts:
-    """Collectives of the groups of a model since they were last asked for."""
+    """Gathers and reductions of the groups of a model since they were last asked for."""
 
     def __init__(self, model: Any) -> None:
         hierarchy = _groups(model).hierarchy
@@ -209,7 +209,7 @@ class _Counts:
             number = collective_log.count(group)
             new = collective_log.recent(group, 1000)
             new = new[len(new) - (number - self._before[name]) :]
-            found.update((name, one.kind) for one in new)
+            found.update((name, one.kind) for one in new if one.kind != "all_reduce")
             self._before[name] = number
         return dict(found)
 

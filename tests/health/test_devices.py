@@ -21,7 +21,7 @@ from pool import RankPool, on_ranks
 from running_ahead import Device, running_ahead
 from torch import nn
 
-from fsdp_dynamo import FSDP, DivergenceError, RankFailedError
+from fsdp_dynamo import FSDP, DivergenceError, RankFailedError, checkpoint
 from fsdp_dynamo.comm import collective_log, collectives, process_groups, watchdog
 from fsdp_dynamo.comm import device_waits as device_module
 from fsdp_dynamo.comm.device_waits import DeviceWaits, device_waits
@@ -261,6 +261,21 @@ def test_units_of_equal_size_in_another_order(rank: int, mode: str) -> None:
 
 
 @on_ranks(2)
+def test_what_ranks_have_mixed_up_is_not_saved(rank: int, tmp_path: Path) -> None:
+    """Though too few collectives were issued for the periodic comparison."""
+    torch.manual_seed(7)
+    with running_ahead() as device:
+        model: Any = FSDP(_TwoPaths(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        checkpoint.save(tmp_path, model, step=0)
+        model.module.is_reversed = rank == 1
+        model(torch.ones(2, 4)).sum().backward()
+        assert device.synchronize()
+        with pytest.raises(DivergenceError, match=r"unit 'blocks\.0': expected rank 1 to issue"):
+            checkpoint.save(tmp_path, model, step=1)
+    assert [step for step, _ in checkpoint.complete(tmp_path)] == [0]
+
+
+@on_ranks(2)
 def test_ranks_that_agree_are_compared_without_a_word(rank: int) -> None:
     started = mock.Mock(side_effect=periodic_comparison._started)
     with (
@@ -290,10 +305,11 @@ def test_an_error_of_nccl_names_the_collective(rank: int) -> None:
 
 def _killed(rank: int, world_size: int, folder: str) -> tuple[bool, tuple[str, str]]:
     with _on_device("eager") as (device, _, run):
+        if rank == 0:
+            _step_unseen(device, run, rank)
         (Path(folder) / f"ready{rank}").touch()
         if rank == 1:
             time.sleep(600)
-        _step_unseen(device, run, rank)
         is_free = device.synchronize()
         return is_free, _error_of_a_step(run, rank, 2)
 
