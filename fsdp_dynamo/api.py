@@ -442,7 +442,7 @@ class UnitArguments:
         collective_precision: wire formats with fewer bits for shards of parameters and gradients.
         backward_prefetch: see ``BackwardPrefetch``; ``None`` prefetches nothing.
         forward_prefetch: issue the next unit's all-gather before the current unit's forward.
-            ``None``: only on CPU, whose host does not run ahead of the device.
+            ``None``: as ``True``, in the order of the previous forward.
         cpu_offload: keep shards, gradients and so the optimizer's state in host memory; each
             unshard copies this rank's shard to the device. No effect on CPU.
         limit_all_gathers: no effect: at most one unit is prefetched in any case (in graph mode:

@@ -182,9 +182,11 @@ def exchange_device(group: dist.ProcessGroup, device: torch.device | None = None
     """Device on which a group exchanges values that are not tensors of the model.
 
     Returns:
-        The CPU if the group serves it, else ``device`` if it serves that, else its first device.
+        The CPU if the group serves it, else ``device`` if it serves that, else its first device, or
+        the one that ``init_process_group(device_id=...)`` names.
     """
     served = [kind.type for kind in group._device_types]
+    device = device or group.bound_device_id
     if device is not None and device.type in served and "cpu" not in served:
         return device
     return torch.device("cpu" if "cpu" in served else served[0])

@@ -11,7 +11,7 @@ from fsdp_dynamo import CheckpointError, DivergenceError, RankFailedError
 from fsdp_dynamo.checkpoint import storage
 from fsdp_dynamo.checkpoint.manifest import SHARED_FILE, FileChecksum, Manifest, rank_file
 from fsdp_dynamo.checkpoint.storage import INDEX_FILE
-from fsdp_dynamo.comm.watchdog import _SpareLooks
+from fsdp_dynamo.comm.watchdog import _SpareLooks, is_look
 from fsdp_dynamo.health import notices
 from fsdp_dynamo.health.flight_recorder import listed
 
@@ -32,6 +32,7 @@ def test_a_rank_that_is_late_for_five_minutes(runs_ahead: bool) -> None:
 
 def test_ranks_that_do_notwait() -> None:
     """Two looks a minute, and some more after the last collective; each is one operation."""
+    assert all(map(is_look, (notices._WARNED_AT, *notices._COMPARED_AT)))
     looks = _SpareLooks()
     assert sum(looks.take(0) for _ in range(10 * A_MINUTE)) <= 21
     assert [idle for idle in range(1, 30) if looks.take(idle)] == [3, 6, 12, 24]
