@@ -32,7 +32,7 @@ FULL_PARAMS = "whole parameters"
 
 _OF_UNITS = ("", "forward", "backward", FULL_PARAMS)
 
-_ALL_GATHER_TAG, _REDUCE_SCATTER_TAG = 0x0E, 0x0F
+_COMPARISON_TAG, _ALL_GATHER_TAG, _REDUCE_SCATTER_TAG = 0x0B, 0x0E, 0x0F
 _LABEL_BITS = 24
 COMPARED_EVERY = 128
 """Two comparisons lie within the ``MAX_ENTRIES`` that tell which collective differs."""
@@ -204,6 +204,12 @@ def message_tag(kind: str, label: str, numel: int, use: str) -> int:
     prefix = _ALL_GATHER_TAG if kind == "all_gather" else _REDUCE_SCATTER_TAG
     digest = zlib.crc32(f"{label} {numel} {use}".encode())
     return prefix << _LABEL_BITS | digest >> (32 - _LABEL_BITS)
+
+
+@lru_cache(maxsize=4096)
+def comparison_tag(name: str) -> int:
+    """Tag of messages by which ranks compare something; equal on all ranks."""
+    return _COMPARISON_TAG << _LABEL_BITS | zlib.crc32(name.encode()) >> (32 - _LABEL_BITS)
 
 
 def kind_of_tag(tag: int) -> str | None:

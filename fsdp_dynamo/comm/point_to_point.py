@@ -163,3 +163,28 @@ def sum_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], divisor: floa
         total.div_(divisor)
     if total is not flat:
         flat.copy_(total)
+
+
+def all_reduce_max(values: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
+    """Replace values by their maxima over the ranks of a group; blocks.
+
+    gloo's own all-reduce matches any other one by order alone: it would mix up values with the
+    gradients of a rank that does something else. In round k, each rank sends to the one ``2**k``
+    behind it and receives from the one as far before it.
+
+    Args:
+        values: changed in place.
+        tag: equal on all ranks, and not that of any other message.
+    """
+    rank, size = group.rank(), group.size()
+    distance = 1
+    while distance < size:
+        received = torch.empty_like(values)
+        works = [
+            group.recv([received], (rank - distance) % size, tag),
+            group.send([values.clone()], (rank + distance) % size, tag),
+        ]
+        for work in works:
+            work.wait()
+        torch.maximum(values, received, out=values)
+        distance *= 2

@@ -86,6 +86,8 @@ def gone_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
     are global and do not include this one.
     """
     probed = beside(group)
+    if state_of(probed, _Interrupted).is_so:  # by this process: it would take all for gone
+        return []
     return [rank for rank in ranks if _is_closed(probed, dist.get_group_rank(probed, rank))]
 
 
@@ -178,10 +180,10 @@ def is_look(num_periods: int) -> bool:
 class _SpareLooks:
     """Looks that a rank may take although no stream is blocked, as another rank may ask for it.
 
-    Two a minute, most of them saved for the time after the last wait.
+    One a minute, of two operations; most are saved for the time after the last wait.
     """
 
-    _MOST, _PERIODS_EACH, _FIRST = 4.0, 30, 3
+    _MOST, _PERIODS_EACH, _FIRST = 5.0, 60, 3
 
     def __init__(self) -> None:
         self._number = self._MOST
@@ -211,7 +213,7 @@ class Monitor(Protocol):
         """
 
     def look_in_passing(self) -> None:
-        """Look although this rank does not wait, since another one may; raises as ``look``."""
+        """Look although this rank does not wait, as another one may; raises as ``look``."""
 
     def raise_notice(self) -> None:
         """Raise the error that another rank has posted, without counting it as raised."""
@@ -289,14 +291,18 @@ class _Watchdog:
     def _watch(self) -> None:
         idle = 0
         while idle < _MAX_IDLE_PERIODS or not self._ends():
-            before = list(self._waits.values())
-            time.sleep(PERIOD_S)
-            now = list(self._waits.values())
-            idle = 0 if before or now or device_waits() else idle + 1
-            for wait in before:
-                if any(wait is one for one in now):
-                    self._look_at_host(wait)
-            self._look_at_devices()
+            idle = idle + 1 if self._is_idle() else 0
+
+    def _is_idle(self) -> bool:
+        """Look once; whether nobody waits. Keeps no group alive afterwards."""
+        before = list(self._waits.values())
+        time.sleep(PERIOD_S)
+        now = list(self._waits.values())
+        for wait in before:
+            if any(wait is one for one in now):
+                self._look_at_host(wait)
+        self._look_at_devices()
+        return not (before or now or device_waits())
 
     def _look_at_host(self, wait: _Wait) -> None:
         wait.num_periods += 1
@@ -315,7 +321,7 @@ class _Watchdog:
             if is_look(num_overdue):
                 error = error or self._error_of_look(group, num_overdue, True)
             # Ranks that have done their part may end while slow work is still before the wait.
-            if error is None and num_overdue == _PERIODS_UNTIL_GONE:
+            if error is None and num_overdue >= _PERIODS_UNTIL_GONE and is_look(num_overdue):
                 error = _failure_of_gone(group)
         if error is None and num_idle < _MAX_IDLE_PERIODS:
             spare = state_of(dist.group.WORLD, _SpareLooks)
@@ -358,11 +364,18 @@ def _warn_of_failure(error: Exception) -> None:
         )
 
 
+class _Interrupted:
+    """Whether this process has closed the connections of a group."""
+
+    is_so = False
+
+
 def _close_connections(group: dist.ProcessGroup) -> None:
     """End all waits of a group with an error, by letting a wait on every connection time out.
 
     gloo refuses the wait at once on a connection that is closed already, so each one is tried.
     """
+    state_of(group, _Interrupted).is_so = True
     for distance in range(1, group.size()):
         other = (group.rank() + distance) % group.size()
         with suppress(RuntimeError):
@@ -545,13 +558,14 @@ def _cause(
             f"{known} The process group has no connections since: start all ranks again, or make a "
             "new group and wrap the model again."
         )
-    failure = device_waits().failure() or notice()
+    of_devices = device_waits().failure()  # counted as raised when it was found
+    failure = of_devices or notice()
     if failure is None:
         message = peer_failure_message(error, group, peer, entry)
         if message is None:
             return None
         failure = RankFailedError(message)
     _watchdog.closed[group] = type(failure)(str(failure))  # without the traceback's frames
-    if _watchdog.monitor is not None:
+    if _watchdog.monitor is not None and of_devices is None:
         run_with_timeout(STORE_TIMEOUT_S, partial(_watchdog.monitor.count_raised, failure))
     return failure

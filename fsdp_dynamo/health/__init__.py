@@ -1,1 +1,1 @@
-"""Comparison of graphs, options and collectives between ranks through the store; flight records."""
+"""Comparison of graphs, options and collectives between ranks; failure notices; flight records."""

@@ -36,12 +36,14 @@ class Comparison:
         name: distinguishes groups; equal on all ranks of the group.
 
     Attributes:
-        is_due: whether this rank compares at its next look.
+        requests: key under which ranks count that they have asked all to compare.
+        num_requests: value at this rank's last look.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.is_due = False
+        self._name = name
+        self.requests = f"requests/{name}"
+        self.num_requests = b"0"
         self._turn = 0
         self._written = 0, 0  # number of collectives, and how many of them were written
 
@@ -82,7 +84,7 @@ class Comparison:
         return [Entry(*entry) for entry in json.loads(value)] if value else []
 
     def _key(self, rank: int) -> str:
-        return f"order/{self.name}/{rank}"
+        return f"order/{self._name}/{rank}"
 
 
 def _compared_with(ranks: Sequence[int], position: int, turn: int) -> list[int]:

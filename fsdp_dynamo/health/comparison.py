@@ -1,8 +1,9 @@
 """Values that must be equal on all ranks: comparison, and decisions by the first rank.
 
-Ranks exchange them by collectives of their group, or of the gloo group beside it
-(``make_side_group``). Every rank must call these functions; they are in the log of the group's
-collectives, so a rank that does something else meanwhile is found as in any other wait.
+Ranks exchange them in their group, or in the gloo group beside it (``make_side_group``), by
+messages whose tags match no other collective. Every rank must call these functions. They are in
+the log of the group's collectives, so a rank that does something else meanwhile is found as in any
+other wait.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_dynamo.comm.collective_log import comparison_tag
+from fsdp_dynamo.comm.collectives import transport_of
+from fsdp_dynamo.comm.point_to_point import all_reduce_max
 from fsdp_dynamo.comm.watchdog import beside, watched
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 from fsdp_dynamo.health.flight_recorder import listed
@@ -103,7 +107,7 @@ def maximum_over(
 
     Args:
         groups: this rank's groups, in the same order on all ranks.
-        values: always two, since gloo aborts a process that gets more bytes than it expects.
+        values: always two, as all exchanges of one size match.
         device: used by groups that do not serve the CPU.
         what: what the values are, for messages.
     """
@@ -111,7 +115,10 @@ def maximum_over(
         through = beside(group)
         tensor = torch.tensor(values, device=exchange_device(through, device))
         with watched(group, "all_reduce", what, len(values)):
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=through)
+            if transport_of(through, tensor.device) == "point_to_point":
+                all_reduce_max(tensor, through, comparison_tag(what))
+            else:
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=through)
         values = tuple(tensor.tolist())
     return values
 
@@ -130,6 +137,7 @@ def share_from_first(group: dist.ProcessGroup, name: str, make: Callable[[], str
     if shared_store(group) is None:
         return make()
     first = dist.get_process_group_ranks(group)[0]
+    maximum_over([group], (0, 0), None, name)  # whoever is here takes part in the broadcast
     failure: Exception | None = None
     answer: list[Any] = ["", ""]
     if dist.get_rank() == first:

@@ -14,7 +14,7 @@ from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.errors import DivergenceError, with_section
 from fsdp_dynamo.health.collective_order import GRAPHS
 from fsdp_dynamo.health.comparison import first_difference, texts_if_different
-from fsdp_dynamo.health.notices import link_groups, raise_on_all_ranks
+from fsdp_dynamo.health.notices import link_groups, linked_groups, raise_on_all_ranks
 from fsdp_dynamo.health.store import shared_store
 from graph_passes.text.listing import SEPARATOR, alone, describe_entry
 
@@ -51,7 +51,9 @@ def _require_same_graph(fingerprint: str) -> None:
     for ranks, groups in _groups_of(fingerprint).items():
         link_groups(groups)
         own = _fingerprint_for(ranks, fingerprint)
-        texts = texts_if_different(groups[:1], GRAPHS, own)
+        # Not the graph's first one: ranks whose graphs begin in different groups must meet.
+        first = next(one for one in linked_groups() if _ranks(one) == ranks)
+        texts = texts_if_different([first], GRAPHS, own)
         if texts is not None:
             other = next(rank for rank in ranks if texts[rank] != texts[ranks[0]])
             message = _difference_message(ranks[0], other, texts[ranks[0]], texts[other])

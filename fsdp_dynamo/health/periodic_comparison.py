@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.streams import HostCopy, side_streams
-from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, refuse_results
+from fsdp_dynamo.comm.watchdog import refuse_results
 from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.errors import DivergenceError, with_section
 from fsdp_dynamo.events import num_steps
 from fsdp_dynamo.health.collective_order import CAUSE
-from fsdp_dynamo.health.notices import compare_now, linked_groups, raise_on_all_ranks
+from fsdp_dynamo.health.notices import difference_now, linked_groups, raise_on_all_ranks
 
 _USE = "the comparison of collectives"
 
@@ -63,7 +63,7 @@ class _Comparison:
         results = [copy.wait().tolist() for copy in done]
         self._in_flight = [copy for copy in self._in_flight if copy not in done]
         if any(largest != -negated_smallest for largest, negated_smallest in results):
-            error = compare_now(group, STORE_TIMEOUT_S) or DivergenceError(_unknown())
+            error = difference_now(group) or DivergenceError(_unknown())
             refuse_results(error)
             raise_on_all_ranks(error)
 

@@ -44,7 +44,8 @@ def begin_run(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None
         return
     run = state_of(dist.group.WORLD, Run)
     own = run.number or store.add(f"{PREFIX}/runs-of-rank-{dist.get_rank()}", 1)
-    run.number, _ = maximum_over(new, (own, 0), device, "the number of the run")
+    number, _ = maximum_over(new, (own, 0), device, "the number of the run")
+    run.number = run.number or number
     begun.update(new)
     public = torch.__version__.partition("+")[0]  # builds for other accelerators may be mixed
     text = f"torch {public}, fsdp_dynamo {__version__}"
@@ -60,7 +61,7 @@ def together(
 ) -> Iterator[None]:
     """Run a block on all ranks of some groups; an error on one rank is raised on all.
 
-    Costs one collective of 8 bytes per group with a shared store; other groups are left out.
+    Costs one exchange of 16 bytes per group with a shared store; other groups are left out.
 
     Args:
         groups: this rank's groups, in the same order on all ranks.

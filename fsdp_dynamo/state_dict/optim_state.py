@@ -106,7 +106,7 @@ def named_places(model: nn.Module, units: Sequence[Unit]) -> NamedParams:
 # -- saving --------------------------------------------------------------------------------------
 
 
-def _compare_through_store(groups: Sequence[dist.ProcessGroup], text: str) -> None:
+def _compare_ranks(groups: Sequence[dist.ProcessGroup], text: str) -> None:
     for group in groups:
         require_same(group, STATES_NAME, text, fix=SAME_STATES_FIX)
 
@@ -116,7 +116,7 @@ def save(
     optim: torch.optim.Optimizer,
     given: Mapping[str, Any],
     settings: StateDictSettings,
-    compare: Compare = _compare_through_store,
+    compare: Compare = _compare_ranks,
 ) -> dict[str, Any]:
     """Convert ``given``, an ``optim.state_dict()``, to FQNs and the form of the settings.
 
@@ -190,7 +190,7 @@ def save_several(
     named: NamedParams,
     optimizers: Sequence[torch.optim.Optimizer],
     settings: StateDictSettings,
-    compare: Compare = _compare_through_store,
+    compare: Compare = _compare_ranks,
 ) -> dict[str, Any]:
     """Save several optimizers in one state dict; raise if two have the same parameter."""
     fqns = [place.fqn for optim in optimizers for _, _, place in named.of(optim)]

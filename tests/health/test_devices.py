@@ -172,6 +172,20 @@ def test_what_is_overdue() -> None:
     assert not waits
 
 
+def test_a_rank_that_is_gone_is_looked_for_again_and_again() -> None:
+    """As one that is late may be killed later."""
+    watching = watchdog._Watchdog()
+    waits = mock.MagicMock(has_failed=False)
+    with (
+        mock.patch.object(watchdog, "device_waits", return_value=waits),
+        mock.patch.object(watchdog, "_failure_of_gone", return_value=None) as probe,
+    ):
+        for period in range(1, 61):
+            waits.look.return_value = [(mock.Mock(), period, 0)]
+            watching._look_at_devices()
+    assert probe.call_count == len([8, 12, 15, 18, 30, 45, 60])
+
+
 # -- what ends a host that its device blocks -------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from models import Block, Branching, Transformer, batch, loss_of, make_transformer, wrap
 from modes import in_mode
 from pool import RankPool, on_ranks
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_dynamo import FSDP, DivergenceError, ShardingStrategy
@@ -104,6 +105,45 @@ class _Ordered(Transformer):
         for number in self.order:
             x = self.blocks[number](x)
         return self.head(self.norm(x)) * self.scale
+
+
+class _Two(nn.Module):
+    """Two units, of which the second may be left out."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(size, 1, bias=False), nn.Linear(size, 1, bias=False)
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + (0 if self.skips else self.second(x))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("size", [2, 520], ids=["of 16 bytes", "of 4160 bytes"])
+@on_ranks(2)
+def test_gradients_are_not_mixed_up_with_comparisons(rank: int, mode: str, size: int) -> None:
+    """A rank that alone has other calls, or another graph, compares while the other reduces."""
+    torch.manual_seed(7)
+    model: Any = FSDP(
+        _Two(size).double(),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+    )
+    run = in_mode(model, mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, size, dtype=torch.float64)
+    run(x).sum().backward()
+    before = [p.detach().to_local().clone() for p in model.parameters()]
+    model.module.skips = rank == 1
+
+    def step() -> None:
+        run(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(DivergenceError), mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
+        step()
+    assert all(map(torch.equal, (p.detach().to_local() for p in model.parameters()), before))
 
 
 def _in_another_order(

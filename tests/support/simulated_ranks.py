@@ -75,12 +75,14 @@ class Rank:
         number: global rank.
         world: the default group.
         store: its connection.
+        groups: further groups, to keep them.
     """
 
     def __init__(self, number: int, size: int, to: Any) -> None:
         self.number = number
         self.world = Group(range(size), number)
         self.store = _Connection(to)
+        self.groups: list[Group] = []
 
     def begin(self, label: str = "block") -> None:
         """Link the default group, and issue a collective."""
