@@ -73,9 +73,9 @@ def _kept(model: Any) -> list[Any]:
 
 
 def _uses(model: Any, level: str) -> set[str]:
-    """What the collectives between nodes ("across"), or in this one ("node"), were for."""
+    """What units' collectives between nodes ("across"), or in this one ("node"), were for."""
     entries = collective_log.recent(getattr(_groups(model).hierarchy, level), 1000)
-    return {one.use for one in entries if one.use != collective_log.FULL_PARAMS}
+    return {one.use for one in entries if one.use.startswith(("forward", "backward"))}
 
 
 # -- numbers ---------------------------------------------------------------------------------------

@@ -165,7 +165,9 @@ def test_texts_are_compared(rank: int) -> None:
 @on_ranks(2)
 def test_ranks_that_compare_different_things(rank: int) -> None:
     """Of which the texts are equal."""
-    with pytest.raises(DivergenceError, match="'plan 0' as on rank 0, got 'plan 1'"):
+    link_groups([world()])
+    text = "plan 0: expected rank 1 to issue what rank 0 does, the all-reduce for plan 0"
+    with pytest.raises(DivergenceError, match=text):
         require_same(world(), f"plan {rank}", "")
 
 
@@ -301,7 +303,7 @@ def test_a_late_rank_is_named_and_waited_for(ranks: RankPool) -> None:
     assert first == late == []
     (told,) = behind
     assert told.startswith("rank 2 has waited 12 s for the all-reduce for the comparison of ")
-    assert "rank 1 has not come to it" in told
+    assert "rank 1 has not reported it" in told
 
 
 # -- one that does something else ------------------------------------------------------------------
