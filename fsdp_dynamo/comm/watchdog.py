@@ -225,7 +225,7 @@ class Monitor(Protocol):
         """Report an error that no wait raises because the host is blocked by its device."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Wait:
     """Wait of a thread.
 
@@ -299,7 +299,7 @@ class _Watchdog:
         time.sleep(PERIOD_S)
         now = list(self._waits.values())
         for wait in before:
-            if any(wait is one for one in now):
+            if wait in now:  # no other one of its thread
                 self._look_at_host(wait)
         self._look_at_devices()
         return not (before or now or device_waits())
