@@ -300,7 +300,9 @@ def _come_late(rank: int, world_size: int) -> list[str]:
 def test_a_late_rank_is_named_and_waited_for(ranks: RankPool) -> None:
     """By the rank behind it, with no other timeout than the group's."""
     first, late, behind = ranks.run(_come_late, 3)
-    assert first == late == []
+    assert late == []
+    # On a busy machine rank 2 may report later than rank 0 asks, and be named, too.
+    assert not any("rank 1 has not reported it" in one for one in first)
     (told,) = behind
     assert told.startswith("rank 2 has waited 12 s for the all-reduce for the comparison of ")
     assert "rank 1 has not reported it" in told
