@@ -346,11 +346,8 @@ class _Watchdog:
                 self.monitor.look(*wait) if wait else self.monitor.look_in_passing()
         except DivergenceError as error:
             return error
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # the store or the group is gone: waits fail by themselves
-            pass
+        except (RuntimeError, ValueError):
+            pass  # the store or the group is gone: waits fail by themselves
         return None
 
 

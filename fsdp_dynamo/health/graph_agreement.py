@@ -52,8 +52,8 @@ def _require_same_graph(fingerprint: str) -> None:
         link_groups(groups)
         own = _fingerprint_for(ranks, fingerprint)
         # Not the graph's first one: ranks whose graphs begin in different groups must meet.
-        first = next(one for one in linked_groups() if _ranks(one) == ranks)
-        texts = texts_if_different([first], GRAPHS, own)
+        first = [one for one in linked_groups() if _ranks(one) == ranks][:1]
+        texts = texts_if_different(first, GRAPHS, own)  # none of one rank is linked
         if texts is not None:
             other = next(rank for rank in ranks if texts[rank] != texts[ranks[0]])
             message = _difference_message(ranks[0], other, texts[ranks[0]], texts[other])

@@ -70,9 +70,9 @@ class _Notices:
         store.add(comparison.requests, 0)
 
     def groups(self) -> dict[dist.ProcessGroup, Comparison]:
-        """Return the linked groups, in their order."""
+        """Return the linked groups that were not destroyed, in their order."""
         with self._lock:
-            return dict(self._comparisons)
+            return {one: self._comparisons[one] for one in self._comparisons if _is_known(one)}
 
     def oldest(self, store: Any) -> DivergenceError | None:
         """Read what is new; return the oldest notice that this rank has not raised."""
@@ -112,6 +112,14 @@ class _Notices:
         if is_for_this_rank:
             self._unraised.append(_KINDS[kind](text))
         return is_for_this_rank
+
+
+def _is_known(group: dist.ProcessGroup) -> bool:
+    """Whether torch knows a group: one that was destroyed lives on as long as a model has it."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return False
 
 
 class _Monitor:

@@ -132,6 +132,18 @@ def test_ranks_that_agree_go_on(rank: int) -> None:
             assert uses.count("the comparison of compiled graphs") == 2
 
 
+@on_ranks(2)
+def test_groups_of_one_rank_and_destroyed_groups(rank: int) -> None:
+    """The former have nobody to agree with; the latter live on with their model."""
+    gone, own = dist.new_group([0, 1]), [dist.new_group([one]) for one in range(2)][rank]
+    link_groups([gone, world()])
+    dist.destroy_process_group(gone)
+    entries = [f"all_gather x#0 float32 1 - - {one.group_name}" for one in (world(), own)]
+    require_agreement(world(), SEPARATOR.join(entries))
+    uses = [entry.use for entry in collective_log.recent(world(), 100)]
+    assert uses == ["the comparison of compiled graphs"]
+
+
 def test_fingerprint() -> None:
     builder = Builder()
     shard = builder.input("shard")
