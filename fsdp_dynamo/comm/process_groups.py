@@ -26,8 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_dynamo.comm.collective_log import comparison_tag
 from fsdp_dynamo.comm.group_state import state_of
-from fsdp_dynamo.comm.watchdog import SideGroup, watched
+from fsdp_dynamo.comm.point_to_point import all_reduce_max
+from fsdp_dynamo.comm.watchdog import OnDemand, SideGroup, watched
 from fsdp_dynamo.errors import (
     FSDPError,
     FSDPStateError,
@@ -375,33 +377,61 @@ def new_group(
     return made
 
 
-_MAX_BESIDE = 256
-"""Number of ranks up to which each may have a connection to every other one."""
 _BESIDE_TIMEOUT = timedelta(seconds=60)
-"""Limit for the connections; waits in the group last as long as in the one beside it."""
+"""Limit for the first connections; waits in the group last as long as in the one beside it."""
+_BESIDE = "the side group"
+_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"
 
 
-def make_side_group(group: dist.ProcessGroup) -> None:
+def make_side_group(group: dist.ProcessGroup, device: torch.device) -> None:
     """Make a gloo group beside one that has no connections to look at; all its ranks must call it.
 
-    Where gloo finds no network, a warning says so, and ranks that are gone are found by timeouts.
+    A rank connects only to ranks at distances of 1, 2, 4, ..., however many ranks there are. Where
+    gloo finds no network between some of them, a warning says so on all, and ranks that are gone
+    are found by timeouts.
+
+    Args:
+        device: device that ``group`` serves.
     """
     side = state_of(group, SideGroup)
-    if side.group is not None or serves_cpu(group) or not 1 < group.size() <= _MAX_BESIDE:
+    if side.group is not None or serves_cpu(group) or group.size() == 1:
         return
+    made, failure = None, None
     try:
-        ranks = dist.get_process_group_ranks(group)
-        side.group = new_group([group], ranks, "a side group", "gloo", _BESIDE_TIMEOUT)
-        side.group.set_timeout(timedelta(seconds=group_timeout_s(group)))
+        with _connecting_on_demand():
+            ranks = dist.get_process_group_ranks(group)
+            made = new_group([group], ranks, _BESIDE, "gloo", _BESIDE_TIMEOUT)
+        all_reduce_max(torch.zeros(1), made, comparison_tag(_BESIDE))
+        made.set_timeout(timedelta(seconds=group_timeout_s(group)))
     except FSDPError:
         raise
     except RuntimeError as error:
-        warnings.warn(
-            f"no gloo group beside a group of {group.name()}: {error}. A rank that is killed is "
-            "noticed at the process group's timeout. Set GLOO_SOCKET_IFNAME to a network that "
-            "connects all ranks.",
-            stacklevel=2,
-        )
+        failure = error
+    num_failed = torch.tensor(float(failure is not None), device=device)
+    with watched(group, "all_reduce", _BESIDE, 1):
+        dist.all_reduce(num_failed, group=group)
+    if not num_failed.item():
+        side.group, state_of(made, OnDemand).connects = made, True
+        return
+    warnings.warn(
+        f"no gloo group beside a group of {group.name()}: {failure or 'another rank has failed'}. "
+        "A rank that is killed is noticed at the process group's timeout. Set GLOO_SOCKET_IFNAME "
+        "to a network that connects all ranks.",
+        stacklevel=2,
+    )
+
+
+@contextmanager
+def _connecting_on_demand() -> Iterator[None]:
+    """Let gloo connect two ranks of a group that is made inside when they first need it."""
+    before = os.environ.get(_ON_DEMAND)
+    os.environ[_ON_DEMAND] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_ON_DEMAND]
+        if before is not None:
+            os.environ[_ON_DEMAND] = before
 
 
 @contextmanager

@@ -14,7 +14,6 @@ stream stays blocked, the communicators are aborted, which frees a host that wai
 
 from __future__ import annotations
 
-import random
 import re
 import threading
 import time
@@ -48,8 +47,6 @@ _GONE = re.compile(
     r"closed|reset by peer|Broken pipe|refused|unreachable|remote process exited", re.IGNORECASE
 )
 _PROBE_TAG = 0x0D000002
-_MAX_PROBED = 16
-"""Number of ranks whose connection is looked at, each time."""
 
 GONE = "a closed connection"
 GONE_FIX = (
@@ -71,6 +68,12 @@ class SideGroup:
     """
 
     group: dist.ProcessGroup | None = None
+
+
+class OnDemand:
+    """Whether two ranks of a gloo group connect when they first exchange a message."""
+
+    connects = False
 
 
 def beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -99,20 +102,24 @@ def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
     return False
 
 
-def _only_one_gone(group: dist.ProcessGroup) -> int | None:
-    """Return the rank of a group that is gone; ``None`` if there is none, or several."""
-    gone = gone_ranks(group, _others(group))
-    return gone[0] if len(gone) == 1 else None
+def _connected(group: dist.ProcessGroup) -> list[int]:
+    """Return the global ranks to which a gloo group, or its side group, has connections.
 
-
-def _others(group: dist.ProcessGroup) -> list[int]:
-    return [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    In a group that connects on demand, those at distances of 1, 2, 4, ... have exchanged messages.
+    """
+    group = beside(group)
+    ranks, own = dist.get_process_group_ranks(group), group.rank()
+    distances = set(range(1, len(ranks)))
+    if state_of(group, OnDemand).connects:
+        distances &= {1 << k for k in range(len(ranks).bit_length())}
+    return [
+        ranks[i] for i in range(len(ranks)) if {abs(i - own), len(ranks) - abs(i - own)} & distances
+    ]
 
 
 def _failure_of_gone(group: dist.ProcessGroup) -> RankFailedError | None:
-    """Return an error if one of some ranks, others at each call, is gone."""
-    others = _others(group)
-    gone = gone_ranks(group, random.sample(others, min(len(others), _MAX_PROBED)))
+    """Return an error if a rank is gone; each rank looks at those that it has connections to."""
+    gone = gone_ranks(group, _connected(group))
     if not gone:
         return None
     entry = next(iter(recent(group, 1)), None)
@@ -145,7 +152,8 @@ def peer_failure_message(
         )
     else:
         got, fix = GONE, GONE_FIX
-        peer = _only_one_gone(group) if peer is None else peer
+        gone = gone_ranks(group, _connected(group)) if peer is None else [peer]
+        peer = gone[0] if len(gone) == 1 else None
     where = "another rank" if peer is None else f"rank {peer}"
     what = "a collective" if entry is None else entry.description()
     message = f"{where}: expected its part of {what}, got {got}. {fix}"
@@ -373,10 +381,10 @@ def _close_connections(group: dist.ProcessGroup) -> None:
     gloo refuses the wait at once on a connection that is closed already, so each one is tried.
     """
     state_of(group, _Interrupted).is_so = True
-    for distance in range(1, group.size()):
-        other = (group.rank() + distance) % group.size()
+    for other in _connected(group):
         with suppress(RuntimeError):
-            unmatched = group.recv([torch.empty(1)], other, _INTERRUPT_TAG)
+            rank = dist.get_group_rank(group, other)
+            unmatched = group.recv([torch.empty(1)], rank, _INTERRUPT_TAG)
             unmatched.wait(timedelta(milliseconds=1))
 
 

@@ -90,7 +90,7 @@ def construct(
     begin_run(groups.all, device)
     link_groups(groups.communicators)
     for group in groups.communicators:
-        make_side_group(group)
+        make_side_group(group, device)
         compare_periodically(group, device)
     wait_for_gloo_at_exit()
     register_exit_callback(announce_failure)

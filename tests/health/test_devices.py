@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from fsdp_dynamo.comm import collective_log, collectives, process_groups, watchd
 from fsdp_dynamo.comm import device_waits as device_module
 from fsdp_dynamo.comm.device_waits import DeviceWaits, device_waits
 from fsdp_dynamo.comm.group_state import state_of
+from fsdp_dynamo.comm.point_to_point import all_reduce_max
 from fsdp_dynamo.comm.watchdog import SideGroup, gone_ranks
 from fsdp_dynamo.events import num_steps
 from fsdp_dynamo.health import flight_recorder, periodic_comparison
@@ -343,15 +345,56 @@ def test_a_rank_that_is_killed(ranks: RankPool, tmp_path: Path) -> None:
     assert "rank 1: expected its part of" in message
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_groups_without_connections_get_a_side_group(rank: int) -> None:
     """It is made when a model is wrapped; here the default group is said not to serve the CPU."""
     group: Any = dist.group.WORLD
     FSDP(nn.Linear(2, 2))
     assert state_of(group, SideGroup).group is None
     with mock.patch.object(process_groups, "serves_cpu", return_value=False):
-        process_groups.make_side_group(group)
-    beside = state_of(group, SideGroup).group
-    assert beside is not None
-    assert beside.size() == 2
-    assert gone_ranks(group, [1 - rank]) == []
+        process_groups.make_side_group(group, torch.device("cpu"))
+    side = state_of(group, SideGroup).group
+    assert side is not None
+    assert side.size() == 4
+    assert gone_ranks(group, [one for one in range(4) if one != rank]) == []
+
+
+@on_ranks(3)
+def test_one_rank_without_a_network_leaves_all_without_a_side_group(rank: int) -> None:
+    """Otherwise some ranks would compare graphs there, and others elsewhere."""
+    group: Any = dist.group.WORLD
+    new_group = process_groups.new_group
+
+    def fails_on_one_rank(*args: Any) -> dist.ProcessGroup:
+        made = new_group(*args)
+        if rank == 1:
+            raise RuntimeError("no route")
+        return made
+
+    with (
+        mock.patch.object(process_groups, "serves_cpu", return_value=False),
+        mock.patch.object(process_groups, "new_group", fails_on_one_rank),
+        mock.patch.object(process_groups, "_BESIDE_TIMEOUT", timedelta(seconds=1)),
+        pytest.warns(UserWarning, match="no gloo group beside"),
+    ):
+        process_groups.make_side_group(group, torch.device("cpu"))
+    assert state_of(group, SideGroup).group is None
+
+
+def test_connections_of_a_side_group_grow_with_the_logarithm_of_its_ranks() -> None:
+    """Each of 16 ranks has seven: at distances of 1, 2 and 4 both ways, and of 8."""
+
+    def num_sockets() -> int:
+        links = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+        return sum(link.readlink().name.startswith("socket") for link in links)
+
+    def group_of(rank: int) -> dist.ProcessGroupGloo:
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=LIMIT_S))
+
+    size, store, before = 16, dist.HashStore(), num_sockets()
+    values = [torch.tensor([float(rank)]) for rank in range(size)]
+    with process_groups._connecting_on_demand(), ThreadPoolExecutor(size) as threads:
+        groups = list(threads.map(group_of, range(size)))
+        list(threads.map(all_reduce_max, values, groups, [1] * size))
+    assert num_sockets() - before == size * (1 + 7)
+    assert all(value.item() == size - 1 for value in values)

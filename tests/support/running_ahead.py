@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.comm import device_waits, point_to_point, streams, watchdog
+from fsdp_dynamo.comm import device_waits, point_to_point, process_groups, streams, watchdog
 from fsdp_dynamo.comm.gather_plan import Pair
 
 _LIMIT_S = 30.0
@@ -159,6 +159,7 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
     yield cpu, "current_stream", lambda *_: stream
     yield cpu, "stream", lambda stream: nullcontext()
     yield streams, "host_runs_ahead", lambda device: True
+    yield process_groups, "serves_cpu", lambda group: False  # so it gets a side group
     yield streams, "_by_device", {}
     all_gathers, exchanges = point_to_point.issue_all_gathers, point_to_point.issue_exchanges
 
