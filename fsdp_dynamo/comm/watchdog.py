@@ -14,6 +14,7 @@ stream stays blocked, the communicators are aborted, which frees a host that wai
 
 from __future__ import annotations
 
+import faulthandler
 import re
 import threading
 import time
@@ -171,6 +172,8 @@ STORE_TIMEOUT_S = 5.0
 
 _MAX_IDLE_PERIODS = 60
 _PERIODS_UNTIL_GONE = 8
+_STANDSTILL_S = 30.0
+"""Time without a look at blocked streams after which all stacks are printed."""
 _INTERRUPT_TAG = 0x0D000001
 
 _FIRST_LOOKS = frozenset({1, 2, 3, 5, 8, 12, 18})
@@ -264,6 +267,7 @@ class _Watchdog:
         self.closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictionary()
         self._lock = threading.Lock()
         self._is_alive = False
+        self._expects_look = False
         self._reported: set[str] = set()
 
     def begin(self, wait: _Wait) -> None:
@@ -310,7 +314,20 @@ class _Watchdog:
             if wait in now:  # no other one of its thread
                 self._look_at_host(wait)
         self._look_at_devices()
+        self._expect_look(bool(device_waits()))
         return not (before or now or device_waits())
+
+    def _expect_look(self, is_due: bool) -> None:
+        """Print all stacks to standard error if no look follows in time; do not if none is due.
+
+        A thread that is blocked in a driver with the interpreter's lock held stops all others of
+        Python, this one included, but not faulthandler's.
+        """
+        if is_due:
+            faulthandler.dump_traceback_later(_STANDSTILL_S, file=2)
+        elif self._expects_look:
+            faulthandler.cancel_dump_traceback_later()
+        self._expects_look = is_due
 
     def _look_at_host(self, wait: _Wait) -> None:
         wait.num_periods += 1

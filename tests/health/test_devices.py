@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +25,13 @@ from running_ahead import Device, running_ahead
 from torch import nn
 
 from fsdp_dynamo import FSDP, DivergenceError, RankFailedError, checkpoint
-from fsdp_dynamo.comm import collective_log, collectives, process_groups, watchdog
+from fsdp_dynamo.comm import (
+    collective_log,
+    collectives,
+    point_to_point,
+    process_groups,
+    watchdog,
+)
 from fsdp_dynamo.comm import device_waits as device_module
 from fsdp_dynamo.comm.device_waits import DeviceWaits, device_waits
 from fsdp_dynamo.comm.group_state import state_of
@@ -48,6 +56,18 @@ def _on_device(mode: str) -> Iterator[tuple[Device, Any, Any]]:
         loss_of(run, batch(dist.get_rank(), 0)).backward()
         assert device.synchronize()
         yield device, model, run
+
+
+@contextmanager
+def _redirected(descriptor: int, other: int) -> Iterator[None]:
+    """Let a file descriptor be another one inside."""
+    saved = os.dup(descriptor)
+    os.dup2(other, descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(saved, descriptor)
+        os.close(saved)
 
 
 def _wait_until(condition: Any) -> None:
@@ -106,6 +126,22 @@ def test_a_unit_left_out(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     assert answers[0][0] == answers[1][0]
     for rank, (_, told) in enumerate(answers):
         assert told.startswith(f"rank {rank}: ")
+
+
+@on_ranks(2)
+def test_a_graph_that_one_rank_alone_compiles(rank: int) -> None:
+    """Its host waits until graphs are compared; the other rank's device waits in a gather."""
+    with _on_device("graph") as (_, model, run):
+        step = num_steps()
+        model.module.skipped = frozenset({1}) if rank == 1 else frozenset()
+        kind, message = _error_of_a_step(run, rank, 1)
+        if rank == 0:
+            assert kind == ""
+            _wait_until(_has_failed)
+            kind, message = _error_of_a_step(run, rank, 2)
+    assert kind == DivergenceError.__name__
+    for part in (f"step {step + 1}", "rank 1", "the comparison of compiled graphs"):
+        assert part in message
 
 
 @on_ranks(2)
@@ -233,6 +269,61 @@ def test_an_error_is_reported_before_a_host_goes_on(rank: int, aborts: bool) -> 
     assert "unit 'blocks.1'" in order[0]
     is_blocked = rank == 0
     assert order[1:] == (["abort"] if aborts and is_blocked else [])
+
+
+def _hold_the_interpreter(seconds: float) -> None:
+    """As a driver's function that blocks: no other thread of Python runs meanwhile."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+@on_ranks(2)
+def test_stacks_show_what_holds_the_interpreter(rank: int, tmp_path: Path) -> None:
+    """Only while a stream is blocked, as rank 0's is until rank 1 comes."""
+    path = tmp_path / f"stderr-{rank}"
+    store = dist.distributed_c10d._get_default_store()
+    with (
+        mock.patch.object(watchdog, "_STANDSTILL_S", 10 * PERIOD_S),
+        _on_device("eager") as (device, _, run),
+        path.open("w") as file,
+        _redirected(2, file.fileno()),
+    ):
+        if rank == 0:
+            _step_unseen(device, run, rank)
+            time.sleep(3 * PERIOD_S)
+            _hold_the_interpreter(20 * PERIOD_S)
+            store.set("held", "")
+        else:
+            _wait_until(lambda: not device_waits())
+            time.sleep(3 * PERIOD_S)
+            _hold_the_interpreter(20 * PERIOD_S)
+            store.wait(["held"])
+            _step_unseen(device, run, rank)
+        assert device.synchronize()
+    assert ("in _hold_the_interpreter" in path.read_text()) == (rank == 0)
+
+
+# -- the stand-in itself --------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_the_stand_in_matches_messages_by_order_and_size(rank: int) -> None:
+    """Whatever their tags; and a message of another size holds back the stream, not the host."""
+    group: Any = dist.group.WORLD
+    with running_ahead() as device:
+        tags = [1, 2] if rank == 0 else [2, 1]
+        first, second = (
+            point_to_point.issue_all_gathers([(torch.empty(2), torch.ones(1) * tag)], group, tag)
+            for tag in tags
+        )
+        for (work,) in (first, second):
+            work.wait()
+        assert device.synchronize()
+        assert [work._buffers[0].tolist() for (work,) in (first, second)] == [[1, 2], [2, 1]]
+        shard = torch.ones(1 + rank)
+        (odd,) = point_to_point.issue_all_gathers([(torch.empty(2 * len(shard)), shard)], group, 3)
+        odd.wait()
+        with pytest.raises(AssertionError, match="the device stands still"):
+            device.synchronize(limit_s=1.0)
 
 
 # -- where no rank waits ---------------------------------------------------------------------------
