@@ -7,6 +7,7 @@
 - ``swap``: rank 1 runs two such units in the other order, so that no rank waits.
 - ``raise``, ``kill``: rank 1 raises an error, or is killed by SIGKILL.
 - ``late``: rank 1 comes 14 s later, which is no fault; all ranks go on.
+- ``capture``: rank 1 captures a CUDA graph for 3 s, as no fault either.
 
 After each step the main thread reads the loss (``.item()``), which blocks it in its device. NCCL
 takes ranks on one GPU for hosts and goes through sockets (``NCCL_HOSTID``); times of collectives
@@ -41,9 +42,10 @@ from benchmarks.measure.report import record, table, write
 from fsdp_dynamo import FSDP
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
-FAULTS = ("leave out", "swap", "raise", "kill", "late")
+FAULTS = ("leave out", "swap", "raise", "kill", "late", "capture")
+NO_FAULTS = ("late", "capture")
 FAULT_STEP, STEPS = 12, 60
-LATE_S = 14.0
+LATE_S, CAPTURE_S = 14.0, 3.0
 ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_P2P_DISABLE": "1",
@@ -90,8 +92,24 @@ def make_fault(fault: str, model: Blocks) -> None:
         raise ValueError("no more data")
     elif fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "capture":
+        capture_for(CAPTURE_S, model.blocks[0].linear.bias.device)
     else:
         time.sleep(LATE_S)
+
+
+def capture_for(seconds: float, device: torch.device) -> None:
+    """Capture one addition; the thread that watches waits looks at them meanwhile."""
+    if device.type == "cuda":
+        value = torch.zeros(1, device=device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            value += 1
+            time.sleep(seconds)
+        graph.replay()
+        assert value.item() == 1
+    else:
+        time.sleep(seconds)
 
 
 def run_rank(fault: str, mode: str, device_name: str) -> None:
@@ -222,7 +240,7 @@ def is_right(fault: str, outcomes: list[Outcome]) -> bool:
     """Whether every process has ended by itself, and those without the fault name rank 1."""
     if any(one.end_s is None for one in outcomes):
         return False
-    if fault == "late":
+    if fault in NO_FAULTS:
         return all(one.exit_code == 0 for one in outcomes)
     if fault in ("raise", "kill"):
         outcomes = [one for rank, one in enumerate(outcomes) if rank != 1]

@@ -28,9 +28,11 @@ first device. So this file never asks for "the current stream" without a device.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,6 +72,11 @@ class SideStreams:
         current = self.current()
         if stream != current:
             current.wait_stream(stream)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make the device current."""
@@ -181,7 +188,7 @@ class StreamEvent:
         """Whether the work is done; does not block the host."""
         # The watchdog calls this on its own thread, where device 0 is current. Without the guard
         # the query would create a context on that device (0.5 GB).
-        with self._streams.on_device():
+        with self._streams.on_device(), _while_others_capture():
             done: bool = self._event.query()
         return done
 
@@ -192,6 +199,36 @@ class StreamEvent:
     def synchronize(self) -> None:
         """Block the host until the work is done."""
         self._event.synchronize()
+
+
+@contextmanager
+def _while_others_capture() -> Iterator[None]:
+    """Let this thread query events inside while another one captures a CUDA graph.
+
+    Otherwise a query by any thread invalidates a capture, in the mode of ``torch.cuda.graph``.
+    """
+    exchange = _exchange_capture_mode()
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    if exchange is not None:
+        exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
+
+
+_THREAD_LOCAL = 1
+"""``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`` of CUDA's driver."""
+
+
+@lru_cache(maxsize=1)
+def _exchange_capture_mode() -> Any:
+    """Return the driver's function, which torch does not have; ``None`` without CUDA."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
 
 
 class StreamClock:

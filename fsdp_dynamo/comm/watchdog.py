@@ -478,7 +478,7 @@ def wait_on_device(
             work.wait()
     except RuntimeError as error:
         raise refusal_of(error, group, entry) from None
-    if _watchdog.monitor is not None and group.size() > 1:
+    if _watchdog.monitor is not None and group.size() > 1 and not streams.is_capturing:
         device_waits().add(group, streams.after_current())
         _watchdog.ensure_running()
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.comm import collective_log
-from fsdp_dynamo.comm.streams import HostCopy, side_streams
+from fsdp_dynamo.comm.streams import HostCopy, SideStreams, side_streams
 from fsdp_dynamo.comm.watchdog import refuse_results
 from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.errors import DivergenceError, with_section
@@ -56,9 +56,10 @@ class _Comparison:
         Raises:
             DivergenceError: on every rank of the group: ranks have issued different collectives.
         """
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        streams = side_streams(self._device)
+        if streams is None or streams.is_capturing:
             return
-        self._in_flight.append(_started(group, self._device))
+        self._in_flight.append(_started(group, self._device, streams))
         done = [copy for copy in self._in_flight if waits or copy.is_done]
         results = [copy.wait().tolist() for copy in done]
         self._in_flight = [copy for copy in self._in_flight if copy not in done]
@@ -69,10 +70,8 @@ class _Comparison:
 
 
 @torch.no_grad()
-def _started(group: dist.ProcessGroup, device: torch.device) -> HostCopy:
+def _started(group: dist.ProcessGroup, device: torch.device, streams: SideStreams) -> HostCopy:
     """Start to compute the maxima of the ranks' numbers and of these negated."""
-    streams = side_streams(device)
-    assert streams is not None
     number = collective_log.digest(group)
     values = torch.empty(2, dtype=torch.int64, device=device)
     for value, sign in zip(values, (1, -1), strict=True):

@@ -31,7 +31,7 @@ from fsdp_dynamo import (
     ShardingStrategy,
     record_events,
 )
-from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm import collectives, streams
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
@@ -255,6 +255,21 @@ def test_the_watchdog_asks_on_the_device_of_the_event(rank: int) -> None:
         recorder.is_elsewhere = True
         assert not event.is_reached
         assert recorder.is_elsewhere
+
+
+def test_the_watchdog_asks_while_another_thread_captures_a_graph() -> None:
+    """In CUDA's mode for that; CUDA returns the mode of before, which is restored."""
+    modes = [0]
+
+    def exchange(mode: Any) -> None:
+        mode = mode._obj
+        given, mode.value = mode.value, modes[-1]
+        modes.append(given)
+
+    event = mock.Mock(query=lambda: modes[-1] == 1)
+    with mock.patch.object(streams, "_exchange_capture_mode", return_value=exchange):
+        assert StreamEvent(mock.MagicMock(), event).is_reached
+    assert modes == [0, 1, 0]
 
 
 class _Switch(torch.autograd.Function):
