@@ -289,12 +289,11 @@ def test_stacks_show_what_holds_the_interpreter(rank: int, tmp_path: Path) -> No
     ):
         if rank == 0:
             _step_unseen(device, run, rank)
-            time.sleep(3 * PERIOD_S)
+            _wait_until(lambda: watchdog._watchdog._expects_look)
             _hold_the_interpreter(20 * PERIOD_S)
             store.set("held", "")
         else:
-            _wait_until(lambda: not device_waits())
-            time.sleep(3 * PERIOD_S)
+            _wait_until(lambda: not watchdog._watchdog._expects_look)
             _hold_the_interpreter(20 * PERIOD_S)
             store.wait(["held"])
             _step_unseen(device, run, rank)
