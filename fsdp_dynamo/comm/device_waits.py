@@ -8,6 +8,8 @@ collectives (``health.collective_order``).
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import warnings
 from collections import deque
@@ -24,6 +26,7 @@ from fsdp_dynamo.errors import DivergenceError
 
 _LOOKS_UNTIL_OVERDUE = 3
 _LOOKS_UNTIL_BLOCKED = 3
+_LOOKS_UNTIL_END = 60
 _SPOILED = (
     "Parameters may hold what collectives did not bring, or brought from other units: go on from a "
     "checkpoint."
@@ -139,7 +142,7 @@ class DeviceWaits:
         """Report an error that no wait has raised for several looks; end waits that are overdue.
 
         Other ranks have seen the notice by then. An abort earlier would give them errors of the
-        backend in place of it.
+        backend in place of it. A process whose streams are still blocked long after the abort ends.
         """
         self._num_looks += 1
         if self._num_looks <= _LOOKS_UNTIL_BLOCKED:
@@ -150,6 +153,9 @@ class DeviceWaits:
             self._has_aborted = True
             # On a thread of its own, since an abort may hang.
             threading.Thread(target=abort_communicators, daemon=True).start()
+        if aborts and is_overdue and self._num_looks > _LOOKS_UNTIL_END:
+            print(f"{self._error} The process ends: its device stays blocked.", file=sys.stderr)
+            end_process(1)
 
     def report_now(self) -> None:
         """Report the error at once, if no wait has raised it."""
@@ -161,6 +167,10 @@ class DeviceWaits:
 def device_waits() -> DeviceWaits:
     """Return the waits of this job; a new default group has new ones."""
     return state_of(dist.group.WORLD, DeviceWaits)
+
+
+end_process = os._exit
+"""Nothing else ends a process whose main thread is blocked in its device."""
 
 
 def abort_communicators() -> None:

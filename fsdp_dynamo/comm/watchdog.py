@@ -413,8 +413,9 @@ def set_abort_on_divergence(aborts: bool) -> None:
 
     By default the communicators of this process are aborted, if a stream is still blocked some
     seconds after the error was found. A host that waits for its device (``.item()``) goes on; what
-    it reads is worthless, and the next wait, optimizer step or state dict raises the error. Without
-    aborts such a process stays until the process group's timeout, for a debugger.
+    it reads is worthless, and the next wait, optimizer step or state dict raises the error. A
+    process whose device stays blocked for another minute ends. Without aborts it stays until the
+    process group's timeout, for a debugger.
 
     Args:
         aborts: whether to abort. Set it before the first step.

@@ -246,6 +246,23 @@ def test_an_abort_frees_a_host_that_its_device_blocks(rank: int) -> None:
     assert "unit 'blocks.1'" in message
 
 
+@pytest.mark.parametrize(("aborts", "is_blocked"), [(True, True), (True, False), (False, True)])
+def test_a_process_that_no_abort_frees_ends(aborts: bool, is_blocked: bool) -> None:
+    waits, group, point = DeviceWaits(), mock.Mock(), mock.Mock(is_reached=False)
+    waits.add(group, point)
+    waits.fail(DivergenceError("ranks differ"), lambda _: None)
+    with (
+        mock.patch.object(device_module, "abort_communicators") as abort,
+        mock.patch.object(device_module, "end_process") as end,
+    ):
+        for look in range(70):
+            assert not end.called or look > 60
+            point.is_reached = not is_blocked and look > 10
+            waits.look_after_failure(aborts)
+    assert abort.call_count == int(aborts)
+    assert end.called == (aborts and is_blocked)
+
+
 @pytest.mark.parametrize("aborts", [True, False])
 @on_ranks(2)
 def test_an_error_is_reported_before_a_host_goes_on(rank: int, aborts: bool) -> None:
