@@ -151,9 +151,9 @@ def _shard_group(
     if mesh is not None:
         if mesh.ndim != 1:
             raise FSDPValueError(
-                f"argument 'device_mesh': expected a 1-D device mesh, got {mesh.ndim} dimensions. "
-                "Pass one dimension of it, as mesh['name'], or use HYBRID_SHARD, whose mesh has "
-                "two: replicas and shards."
+                "argument 'device_mesh' or 'mesh': expected a 1-D device mesh, got "
+                f"{mesh.ndim} dimensions. Pass one dimension of it, as mesh['name'], or use "
+                "HYBRID_SHARD, whose mesh has two: replicas and shards."
             )
         return mesh.get_group()
     if group is None:
@@ -197,7 +197,7 @@ def _two_groups(
     if mesh is not None:
         if mesh.ndim != 2:
             raise FSDPValueError(
-                f"argument 'device_mesh': expected a 2-D device mesh ({levels.mesh}) for "
+                f"argument 'device_mesh' or 'mesh': expected a 2-D device mesh ({levels.mesh}) for "
                 f"{levels.strategy}, got {mesh.ndim} dimension(s). Create it with "
                 f"init_device_mesh(device, ({levels.mesh}))."
             )
