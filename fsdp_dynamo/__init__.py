@@ -48,8 +48,8 @@ from fsdp_dynamo.graph_mode.planning import PlanLog, record_plans
 from fsdp_dynamo.health.flight_recorder import record_flight
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
+from fsdp_dynamo.observe.warmup import warmup
 from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
-from fsdp_dynamo.warmup import warmup
 from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard, replicate
 from fsdp_dynamo.wrap.fsdp2_methods import (
     GradientReductionHandle,
