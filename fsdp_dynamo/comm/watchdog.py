@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -173,7 +173,7 @@ STORE_TIMEOUT_S = 5.0
 _MAX_IDLE_PERIODS = 60
 _PERIODS_UNTIL_GONE = 8
 _STANDSTILL_S = 30.0
-"""Time without a look at blocked streams after which all stacks are printed."""
+"""Time after which all stacks are printed, if a pause between two looks lasts as long."""
 _INTERRUPT_TAG = 0x0D000001
 
 _FIRST_LOOKS = frozenset({1, 2, 3, 5, 8, 12, 18})
@@ -267,7 +267,6 @@ class _Watchdog:
         self.closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictionary()
         self._lock = threading.Lock()
         self._is_alive = False
-        self._expects_look = False
         self._reported: set[str] = set()
 
     def begin(self, wait: _Wait) -> None:
@@ -308,26 +307,14 @@ class _Watchdog:
     def _is_idle(self) -> bool:
         """Look once; whether nobody waits. Keeps no group alive afterwards."""
         before = list(self._waits.values())
-        time.sleep(PERIOD_S)
+        with _stacks_unless_python_goes_on() if device_waits() else nullcontext():
+            time.sleep(PERIOD_S)
         now = list(self._waits.values())
         for wait in before:
             if wait in now:  # no other one of its thread
                 self._look_at_host(wait)
         self._look_at_devices()
-        self._expect_look(bool(device_waits()))
         return not (before or now or device_waits())
-
-    def _expect_look(self, is_due: bool) -> None:
-        """Print all stacks to standard error if no look follows in time; do not if none is due.
-
-        A thread that is blocked in a driver with the interpreter's lock held stops all others of
-        Python, this one included, but not faulthandler's.
-        """
-        if is_due:
-            faulthandler.dump_traceback_later(_STANDSTILL_S, file=2)
-        elif self._expects_look:
-            faulthandler.cancel_dump_traceback_later()
-        self._expects_look = is_due
 
     def _look_at_host(self, wait: _Wait) -> None:
         wait.num_periods += 1
@@ -374,6 +361,20 @@ class _Watchdog:
         except (RuntimeError, ValueError):
             pass  # the store or the group is gone: waits fail by themselves
         return None
+
+
+@contextmanager
+def _stacks_unless_python_goes_on() -> Iterator[None]:
+    """Print all stacks to standard error if this thread stays inside for too long.
+
+    A thread that is blocked in a driver with the interpreter's lock held stops all others of
+    Python, but not faulthandler's.
+    """
+    faulthandler.dump_traceback_later(_STANDSTILL_S, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _warn_of_failure(error: Exception) -> None:

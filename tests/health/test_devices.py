@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -296,21 +298,31 @@ def _hold_the_interpreter(seconds: float) -> None:
 @on_ranks(2)
 def test_stacks_show_what_holds_the_interpreter(rank: int, tmp_path: Path) -> None:
     """Only while a stream is blocked, as rank 0's is until rank 1 comes."""
-    path = tmp_path / f"stderr-{rank}"
+    path, expects = tmp_path / f"stderr-{rank}", threading.Event()
     store = dist.distributed_c10d._get_default_store()
+    print_later = faulthandler.dump_traceback_later
+
+    def note_and_print_later(*args: Any, **named: Any) -> None:
+        print_later(*args, **named)
+        expects.set()
+
     with (
         mock.patch.object(watchdog, "_STANDSTILL_S", 10 * PERIOD_S),
+        mock.patch.object(faulthandler, "dump_traceback_later", note_and_print_later),
         _on_device("eager") as (device, _, run),
         path.open("w") as file,
         _redirected(2, file.fileno()),
     ):
         if rank == 0:
             _step_unseen(device, run, rank)
-            _wait_until(lambda: watchdog._watchdog._expects_look)
-            _hold_the_interpreter(20 * PERIOD_S)
+            while not path.read_text():  # again, if the watching thread was about to look
+                expects.clear()
+                assert expects.wait(LIMIT_S)
+                _hold_the_interpreter(20 * PERIOD_S)
             store.set("held", "")
         else:
-            _wait_until(lambda: not watchdog._watchdog._expects_look)
+            _wait_until(lambda: not device_waits())
+            time.sleep(3 * PERIOD_S)
             _hold_the_interpreter(20 * PERIOD_S)
             store.wait(["held"])
             _step_unseen(device, run, rank)
