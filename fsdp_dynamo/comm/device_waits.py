@@ -15,18 +15,21 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.errors import DivergenceError
 
 _LOOKS_UNTIL_OVERDUE = 3
 _LOOKS_UNTIL_BLOCKED = 3
 _LOOKS_UNTIL_END = 60
+_LAST_WORDS_S = 5.0
 _SPOILED = (
     "Parameters may hold what collectives did not bring, or brought from other units: go on from a "
     "checkpoint."
@@ -154,7 +157,8 @@ class DeviceWaits:
             # On a thread of its own, since an abort may hang.
             threading.Thread(target=abort_communicators, daemon=True).start()
         if aborts and is_overdue and self._num_looks > _LOOKS_UNTIL_END:
-            print(f"{self._error} The process ends: its device stays blocked.", file=sys.stderr)
+            last = f"{self._error} The process ends: its device stays blocked.\n"
+            run_with_timeout(_LAST_WORDS_S, partial(sys.stderr.write, last))
             end_process(1)
 
     def report_now(self) -> None:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -187,6 +188,20 @@ def served_device(group: dist.ProcessGroup, device: torch.device) -> torch.devic
     return device if device.type in served else torch.device(served[0])
 
 
+def exchange_device(group: dist.ProcessGroup, device: torch.device | None = None) -> torch.device:
+    """Device on which a group exchanges values that are not tensors of the model.
+
+    Returns:
+        The CPU if the group serves it, else ``device`` if it serves that, else its first device, or
+        the one that ``init_process_group(device_id=...)`` names.
+    """
+    served = [kind.type for kind in group._device_types]
+    device = device or group.bound_device_id
+    if device is not None and device.type in served and "cpu" not in served:
+        return device
+    return torch.device("cpu" if "cpu" in served else served[0])
+
+
 # -- two dimensions of ranks -----------------------------------------------------------------------
 
 
@@ -351,6 +366,8 @@ def new_group(
     use: str,
     backend: str | None = None,
     timeout: timedelta | None = None,
+    *,
+    on_demand: bool = False,
 ) -> dist.ProcessGroup:
     """Create a group of this rank and others, which first meet in existing groups.
 
@@ -364,12 +381,14 @@ def new_group(
         use: purpose of the group, for messages.
         backend: ``None``: the default group's.
         timeout: ``None``: that of the first group of ``of``.
+        on_demand: whether ranks of a gloo group connect when they first exchange a message.
     """
     for group in of:
         with watched(group, "barrier", use):
             dist.barrier(group)
     timeout = timeout or timedelta(seconds=group_timeout_s(of[0]))
-    with _unbound_default_group() as device:
+    connecting = _connecting_on_demand() if on_demand else nullcontext()
+    with _unbound_default_group() as device, connecting:
         made: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout, backend, use_local_synchronization=True
         )
@@ -377,9 +396,8 @@ def new_group(
     return made
 
 
-_BESIDE_TIMEOUT = timedelta(seconds=60)
-"""Limit for the first connections; waits in the group last as long as in the one beside it."""
 _BESIDE = "the side group"
+_MAX_CONNECTING_S = 60.0
 _ON_DEMAND = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -387,38 +405,69 @@ def make_side_group(group: dist.ProcessGroup, device: torch.device) -> None:
     """Make a gloo group beside one that has no connections to look at; all its ranks must call it.
 
     A rank connects only to ranks at distances of 1, 2, 4, ..., however many ranks there are. Where
-    gloo finds no network between some of them, a warning says so on all, and ranks that are gone
-    are found by timeouts.
+    gloo finds no network on some rank, a warning says so on all, and ranks that are gone are found
+    by timeouts.
 
     Args:
-        device: device that ``group`` serves.
+        device: see ``exchange_device``.
     """
     side = state_of(group, SideGroup)
-    if side.group is not None or serves_cpu(group) or group.size() == 1:
+    if side.is_tried or serves_cpu(group) or group.size() == 1:
         return
-    made, failure = None, None
+    side.is_tried = True
+    made: list[dist.ProcessGroup] = []
+    failure = _first_failure(group, device, _find_network)
+    if failure is None:  # on any rank: torch's names of groups stay the same on all
+        failure = _first_failure(group, device, partial(_connect_beside, group, made))
+    if failure is None:
+        (side.group,) = made
+        return
+    warnings.warn(
+        f"no gloo group beside a group of {group.name()}: {failure}. A rank that is killed is "
+        "noticed at the process group's timeout. Set GLOO_SOCKET_IFNAME to a network that connects "
+        "all ranks.",
+        stacklevel=2,
+    )
+
+
+def _first_failure(
+    group: dist.ProcessGroup, device: torch.device, act: Callable[[], object]
+) -> RuntimeError | None:
+    """Act; return the error of this rank, or one that says that another rank has failed."""
+    failure: RuntimeError | None = None
     try:
-        with _connecting_on_demand():
-            ranks = dist.get_process_group_ranks(group)
-            made = new_group([group], ranks, _BESIDE, "gloo", _BESIDE_TIMEOUT)
-        all_reduce_max(torch.zeros(1), made, comparison_tag(_BESIDE))
-        made.set_timeout(timedelta(seconds=group_timeout_s(group)))
+        act()
     except FSDPError:
         raise
     except RuntimeError as error:
         failure = error
-    num_failed = torch.tensor(float(failure is not None), device=device)
     with watched(group, "all_reduce", _BESIDE, 1):
+        num_failed = torch.tensor(int(failure is not None), device=exchange_device(group, device))
         dist.all_reduce(num_failed, group=group)
-    if not num_failed.item():
-        side.group, state_of(made, OnDemand).connects = made, True
-        return
-    warnings.warn(
-        f"no gloo group beside a group of {group.name()}: {failure or 'another rank has failed'}. "
-        "A rank that is killed is noticed at the process group's timeout. Set GLOO_SOCKET_IFNAME "
-        "to a network that connects all ranks.",
-        stacklevel=2,
-    )
+        is_anywhere = bool(num_failed)
+    return failure or (RuntimeError("another rank has failed") if is_anywhere else None)
+
+
+def _find_network() -> None:
+    """Raise unless gloo finds an address of this host, where torch lets it look for one."""
+    if not dist.is_gloo_available():
+        raise RuntimeError("torch was built without gloo")
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for name in filter(None, names.split(",")):
+        dist.ProcessGroupGloo.create_device(interface=name)
+    if not names:
+        dist.ProcessGroupGloo.create_default_device()
+
+
+def _connect_beside(group: dist.ProcessGroup, made: list[dist.ProcessGroup]) -> None:
+    """Add a gloo group of the same ranks to ``made``, and let them exchange messages."""
+    limit_s = group_timeout_s(group)
+    connecting = timedelta(seconds=min(_MAX_CONNECTING_S, limit_s / 10))  # gloo tries five times
+    ranks = dist.get_process_group_ranks(group)
+    made.append(new_group([group], ranks, _BESIDE, "gloo", connecting, on_demand=True))
+    state_of(made[0], OnDemand).connects = True
+    all_reduce_max(torch.zeros(1, device="cpu"), made[0], comparison_tag(_BESIDE))
+    made[0].set_timeout(timedelta(seconds=limit_s))
 
 
 @contextmanager

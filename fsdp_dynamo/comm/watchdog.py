@@ -14,14 +14,13 @@ stream stays blocked, the communicators are aborted, which frees a host that wai
 
 from __future__ import annotations
 
-import faulthandler
 import re
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -66,9 +65,11 @@ class SideGroup:
 
     Attributes:
         group: ``None`` where there is none.
+        is_tried: whether all ranks have tried to make it.
     """
 
     group: dist.ProcessGroup | None = None
+    is_tried = False
 
 
 class OnDemand:
@@ -82,45 +83,42 @@ def beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return state_of(group, SideGroup).group or group
 
 
-def gone_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
-    """Return the ranks to which the connection of a gloo group, or of its side group, is closed.
+def gone_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Return the global ranks to which a connection of a gloo or side group is closed.
 
     gloo notices at once when the process at the other end ends, and reports it in the next
-    operation. The operation here is a receive that nobody answers and nobody waits for. ``ranks``
-    are global and do not include this one.
+    operation. The operation here is a receive that nobody answers and nobody waits for.
     """
     probed = beside(group)
     if state_of(probed, _Interrupted).is_so:  # by this process: it would take all for gone
         return []
-    return [rank for rank in ranks if _is_closed(probed, dist.get_group_rank(probed, rank))]
+    gone = [rank for rank in _connected(probed) if _is_closed(probed, rank)]
+    return [dist.get_global_rank(probed, rank) for rank in gone]
 
 
 def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
     try:
-        group.recv([torch.empty(1)], rank, _PROBE_TAG)
+        group.recv([torch.empty(1, device="cpu")], rank, _PROBE_TAG)
     except RuntimeError as error:
         return _GONE.search(str(error)) is not None
     return False
 
 
 def _connected(group: dist.ProcessGroup) -> list[int]:
-    """Return the global ranks to which a gloo group, or its side group, has connections.
+    """Return the ranks of a gloo group to which this rank has connections.
 
     In a group that connects on demand, those at distances of 1, 2, 4, ... have exchanged messages.
     """
-    group = beside(group)
-    ranks, own = dist.get_process_group_ranks(group), group.rank()
-    distances = set(range(1, len(ranks)))
+    own, size = group.rank(), group.size()
+    distances = set(range(1, size))
     if state_of(group, OnDemand).connects:
-        distances &= {1 << k for k in range(len(ranks).bit_length())}
-    return [
-        ranks[i] for i in range(len(ranks)) if {abs(i - own), len(ranks) - abs(i - own)} & distances
-    ]
+        distances &= {1 << k for k in range(size.bit_length())}
+    return [rank for rank in range(size) if {abs(rank - own), size - abs(rank - own)} & distances]
 
 
 def _failure_of_gone(group: dist.ProcessGroup) -> RankFailedError | None:
     """Return an error if a rank is gone; each rank looks at those that it has connections to."""
-    gone = gone_ranks(group, _connected(group))
+    gone = gone_ranks(group)
     if not gone:
         return None
     entry = next(iter(recent(group, 1)), None)
@@ -153,7 +151,7 @@ def peer_failure_message(
         )
     else:
         got, fix = GONE, GONE_FIX
-        gone = gone_ranks(group, _connected(group)) if peer is None else [peer]
+        gone = gone_ranks(group) if peer is None else [peer]
         peer = gone[0] if len(gone) == 1 else None
     where = "another rank" if peer is None else f"rank {peer}"
     what = "a collective" if entry is None else entry.description()
@@ -172,8 +170,6 @@ STORE_TIMEOUT_S = 5.0
 
 _MAX_IDLE_PERIODS = 60
 _PERIODS_UNTIL_GONE = 8
-_STANDSTILL_S = 30.0
-"""Time after which all stacks are printed, if a pause between two looks lasts as long."""
 _INTERRUPT_TAG = 0x0D000001
 
 _FIRST_LOOKS = frozenset({1, 2, 3, 5, 8, 12, 18})
@@ -307,8 +303,7 @@ class _Watchdog:
     def _is_idle(self) -> bool:
         """Look once; whether nobody waits. Keeps no group alive afterwards."""
         before = list(self._waits.values())
-        with _stacks_unless_python_goes_on() if device_waits() else nullcontext():
-            time.sleep(PERIOD_S)
+        time.sleep(PERIOD_S)
         now = list(self._waits.values())
         for wait in before:
             if wait in now:  # no other one of its thread
@@ -363,20 +358,6 @@ class _Watchdog:
         return None
 
 
-@contextmanager
-def _stacks_unless_python_goes_on() -> Iterator[None]:
-    """Print all stacks to standard error if this thread stays inside for too long.
-
-    A thread that is blocked in a driver with the interpreter's lock held stops all others of
-    Python, but not faulthandler's.
-    """
-    faulthandler.dump_traceback_later(_STANDSTILL_S, file=2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 def _warn_of_failure(error: Exception) -> None:
     where = "".join(traceback.format_exception(error))
     with suppress(Warning):  # where warnings are errors
@@ -399,10 +380,9 @@ def _close_connections(group: dist.ProcessGroup) -> None:
     gloo refuses the wait at once on a connection that is closed already, so each one is tried.
     """
     state_of(group, _Interrupted).is_so = True
-    for other in _connected(group):
+    for rank in _connected(group):
         with suppress(RuntimeError):
-            rank = dist.get_group_rank(group, other)
-            unmatched = group.recv([torch.empty(1)], rank, _INTERRUPT_TAG)
+            unmatched = group.recv([torch.empty(1, device="cpu")], rank, _INTERRUPT_TAG)
             unmatched.wait(timedelta(milliseconds=1))
 
 

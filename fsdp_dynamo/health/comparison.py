@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fsdp_dynamo.comm.collective_log import comparison_tag
 from fsdp_dynamo.comm.collectives import transport_of
 from fsdp_dynamo.comm.point_to_point import all_reduce_max
+from fsdp_dynamo.comm.process_groups import exchange_device
 from fsdp_dynamo.comm.watchdog import beside, watched
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 from fsdp_dynamo.health.flight_recorder import listed
@@ -184,17 +185,3 @@ def _excerpts(one: str, other: str) -> tuple[str, str]:
     """Cut both texts to a readable length around their first difference."""
     begin = max(0, (first_difference(one, other) or 0) - _MAX_SHOWN // 3)
     return one[begin : begin + _MAX_SHOWN], other[begin : begin + _MAX_SHOWN]
-
-
-def exchange_device(group: dist.ProcessGroup, device: torch.device | None = None) -> torch.device:
-    """Device on which a group exchanges values that are not tensors of the model.
-
-    Returns:
-        The CPU if the group serves it, else ``device`` if it serves that, else its first device, or
-        the one that ``init_process_group(device_id=...)`` names.
-    """
-    served = [kind.type for kind in group._device_types]
-    device = device or group.bound_device_id
-    if device is not None and device.type in served and "cpu" not in served:
-        return device
-    return torch.device("cpu" if "cpu" in served else served[0])

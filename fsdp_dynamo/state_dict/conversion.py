@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from fsdp_dynamo.comm.process_groups import exchange_device
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.dtensors import local_of, whole_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter, shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
-from fsdp_dynamo.health.comparison import exchange_device
 
 
 def gather_params(flat: FlatParameter) -> Iterator[torch.Tensor]:

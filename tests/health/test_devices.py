@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import json
-import os
 import sys
-import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -58,18 +55,6 @@ def _on_device(mode: str) -> Iterator[tuple[Device, Any, Any]]:
         loss_of(run, batch(dist.get_rank(), 0)).backward()
         assert device.synchronize()
         yield device, model, run
-
-
-@contextmanager
-def _redirected(descriptor: int, other: int) -> Iterator[None]:
-    """Let a file descriptor be another one inside."""
-    saved = os.dup(descriptor)
-    os.dup2(other, descriptor)
-    try:
-        yield
-    finally:
-        os.dup2(saved, descriptor)
-        os.close(saved)
 
 
 def _wait_until(condition: Any) -> None:
@@ -290,46 +275,6 @@ def test_an_error_is_reported_before_a_host_goes_on(rank: int, aborts: bool) -> 
     assert order[1:] == (["abort"] if aborts and is_blocked else [])
 
 
-def _hold_the_interpreter(seconds: float) -> None:
-    """As a driver's function that blocks: no other thread of Python runs meanwhile."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-
-@on_ranks(2)
-def test_stacks_show_what_holds_the_interpreter(rank: int, tmp_path: Path) -> None:
-    """Only while a stream is blocked, as rank 0's is until rank 1 comes."""
-    path, expects = tmp_path / f"stderr-{rank}", threading.Event()
-    store = dist.distributed_c10d._get_default_store()
-    print_later = faulthandler.dump_traceback_later
-
-    def note_and_print_later(*args: Any, **named: Any) -> None:
-        print_later(*args, **named)
-        expects.set()
-
-    with (
-        mock.patch.object(watchdog, "_STANDSTILL_S", 10 * PERIOD_S),
-        mock.patch.object(faulthandler, "dump_traceback_later", note_and_print_later),
-        _on_device("eager") as (device, _, run),
-        path.open("w") as file,
-        _redirected(2, file.fileno()),
-    ):
-        if rank == 0:
-            _step_unseen(device, run, rank)
-            while not path.read_text():  # again, if the watching thread was about to look
-                expects.clear()
-                assert expects.wait(LIMIT_S)
-                _hold_the_interpreter(20 * PERIOD_S)
-            store.set("held", "")
-        else:
-            _wait_until(lambda: not device_waits())
-            time.sleep(3 * PERIOD_S)
-            _hold_the_interpreter(20 * PERIOD_S)
-            store.wait(["held"])
-            _step_unseen(device, run, rank)
-        assert device.synchronize()
-    assert ("in _hold_the_interpreter" in path.read_text()) == (rank == 0)
-
-
 # -- the stand-in itself --------------------------------------------------------------------------
 
 
@@ -475,29 +420,54 @@ def test_groups_without_connections_get_a_side_group(rank: int) -> None:
     side = state_of(group, SideGroup).group
     assert side is not None
     assert side.size() == 4
-    assert gone_ranks(group, [one for one in range(4) if one != rank]) == []
+    assert gone_ranks(group) == []
 
 
+@pytest.mark.parametrize("where", ["_find_network", "all_reduce_max"])
 @on_ranks(3)
-def test_one_rank_without_a_network_leaves_all_without_a_side_group(rank: int) -> None:
-    """Otherwise some ranks would compare graphs there, and others elsewhere."""
+def test_one_rank_without_a_network_leaves_all_without_a_side_group(rank: int, where: str) -> None:
+    """Else ranks would compare graphs in different groups. Names of later groups stay equal."""
     group: Any = dist.group.WORLD
-    new_group = process_groups.new_group
+    act = getattr(process_groups, where)
 
-    def fails_on_one_rank(*args: Any) -> dist.ProcessGroup:
-        made = new_group(*args)
+    def fails_on_one_rank(*args: Any) -> None:
         if rank == 1:
             raise RuntimeError("no route")
-        return made
+        act(*args)
 
     with (
         mock.patch.object(process_groups, "serves_cpu", return_value=False),
-        mock.patch.object(process_groups, "new_group", fails_on_one_rank),
-        mock.patch.object(process_groups, "_BESIDE_TIMEOUT", timedelta(seconds=1)),
-        pytest.warns(UserWarning, match="no gloo group beside"),
+        mock.patch.object(process_groups, where, fails_on_one_rank),
+        mock.patch.object(process_groups, "_MAX_CONNECTING_S", 1),
+        warnings.catch_warnings(record=True) as caught,
     ):
-        process_groups.make_side_group(group, torch.device("cpu"))
+        warnings.simplefilter("always")
+        for _ in range(2):  # the second time nothing is tried
+            process_groups.make_side_group(group, torch.device("cpu"))
+    (one,) = [str(one.message) for one in caught if "no gloo group beside" in str(one.message)]
+    assert ("no route" in one) == (rank == 1)
     assert state_of(group, SideGroup).group is None
+    later = dist.new_group(range(3), use_local_synchronization=True)
+    dist.barrier(later)
+
+
+@on_ranks(2)
+def test_a_side_group_of_a_group_that_does_not_serve_the_module(rank: int) -> None:
+    """A module may be on the CPU still: ranks exchange what they found on the group's device."""
+    default: Any = dist.group.WORLD
+    group = process_groups.new_group([default], range(2), "a test", "cuda:gloo")
+    make, devices = torch.tensor, []
+
+    def make_on_cpu(value: Any, device: torch.device) -> torch.Tensor:
+        devices.append(device.type)
+        return make(value)
+
+    with (
+        mock.patch.object(torch, "tensor", make_on_cpu),
+        mock.patch.object(dist, "all_reduce"),
+    ):
+        assert process_groups._first_failure(group, torch.device("cpu"), lambda: None) is None
+    assert devices == ["cuda"]
 
 
 def test_connections_of_a_side_group_grow_with_the_logarithm_of_its_ranks() -> None:
