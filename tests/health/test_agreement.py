@@ -403,10 +403,21 @@ def test_an_error_that_was_caught_is_not_raised_again(rank: int) -> None:
     link_groups([group])
     with pytest.raises(DivergenceError, match="plan: expected the same plan"):
         require_same(group, "plan", f"of {rank}")
-    output = torch.zeros(3)
-    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
+    output, store = torch.zeros(3), dist.distributed_c10d._get_default_store()
+    look = notices._monitor.look
+
+    def look_and_tell(*args: Any) -> None:
+        try:
+            look(*args)
+        finally:
+            store.set(f"looked{rank}", "")
+
+    with (
+        mock.patch.object(watchdog, "PERIOD_S", PERIOD_S),
+        mock.patch.object(notices._monitor, "look", look_and_tell),
+    ):
         if rank == 1:
-            time.sleep(5 * PERIOD_S)
+            store.wait(["looked0", "looked2"], timedelta(seconds=BOUND_S))
         collectives.issue_all_gather(output, torch.ones(1), group).wait()
     assert output.tolist() == [1.0, 1.0, 1.0]
     with pytest.raises(DivergenceError, match="budget: expected the same budget"):
