@@ -281,9 +281,9 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
     if owner is not None:
         raise FSDPValueError(
             f"parameter '{fqn}': expected a parameter that no unit holds yet, got one that is "
-            f"tied to '{owner}' of a unit that was wrapped before. Wrap both modules with one "
-            "auto_wrap_policy (the unit above both then owns the parameter), or wrap only the "
-            "module that holds both.",
+            f"tied to '{owner}' of a unit that was wrapped before. Make one unit of both modules: "
+            "one auto_wrap_policy (the unit above both then owns the parameter), or "
+            "fully_shard([one, other]). Or wrap only the module that holds both.",
             see="tied-to-a-unit-wrapped-before",
         )
     _check_is_plain(param, fqn)

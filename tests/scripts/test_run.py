@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
-import argparse
+import argparse, os
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as FSDP, fully_shard
@@ -50,6 +50,7 @@ def main(folder):
     out.close()
 
 if __name__ == "__main__":
+    assert os.path.isabs(__file__)
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
     folder = parser.parse_args().folder
@@ -90,7 +91,7 @@ def _results(folder: Path, program: Path, *command: object) -> list[list[str]]:
     """For each rank and front door: its name, the module it is from, its units and losses."""
     folder.mkdir()
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    ended = _run(*launcher, *command, program, "--folder", folder)
+    ended = _run(*launcher, *command, program.name, "--folder", folder, cwd=program.parent)
     assert ended.returncode == 0, ended.stderr
     lines = [line for rank in "01" for line in (folder / rank).read_text().splitlines()]
     return [line.split() for line in lines]
