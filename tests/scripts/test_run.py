@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
-import argparse, os
+import argparse, os, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as FSDP, fully_shard
@@ -57,6 +57,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     main(folder)
     dist.destroy_process_group()
+    time.sleep(0.5)  # gloo's threads release the last tensors: else torch's own run may abort
 """
 
 SPAWNING = """
