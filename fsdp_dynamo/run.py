@@ -75,12 +75,11 @@ def _refuse_users(names: Mapping[int, str]) -> None:
 
 
 def _code_of(program: str) -> tuple[CodeType, dict[str, object]]:
-    """Return the code of a file or module, and the attributes of a module that runs it."""
-    path = Path(program).absolute()
-    if path.is_file():
-        with io.open_code(str(path)) as file:
-            code = compile(file.read(), str(path), "exec", dont_inherit=True)
-        return code, {"__file__": str(path), "__package__": ""}
+    """Return the code of a file (an absolute path) or module, and attributes for the module."""
+    if Path(program).is_file():
+        with io.open_code(program) as file:
+            code = compile(file.read(), program, "exec", dont_inherit=True)
+        return code, {"__file__": program, "__package__": ""}
     with suppress(ImportError, ValueError):  # no parent package, or no name of a module
         spec = find_spec(program)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -109,10 +108,10 @@ def _start(namespace: dict[str, Any]) -> None:
                 print(namespace["__doc__"])
                 raise SystemExit(0 if len(sys.argv) > 1 else 2)
             del sys.argv[0]
+            os.environ[_PROGRAM] = sys.argv[0]
             path = Path(sys.argv[0]).absolute()
             if path.is_file():
-                sys.path[0] = str(path.parent)
-            os.environ[_PROGRAM] = str(path) if path.is_file() else sys.argv[0]
+                os.environ[_PROGRAM], sys.path[0] = str(path), str(path.parent)
         replace_torchs_names()
         code, attributes = _code_of(os.environ[_PROGRAM])
     except FSDPError as error:

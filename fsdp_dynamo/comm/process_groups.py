@@ -195,11 +195,9 @@ def exchange_device(group: dist.ProcessGroup, device: torch.device | None = None
         The CPU if the group serves it, else ``device`` if it serves that, else its first device, or
         the one that ``init_process_group(device_id=...)`` names.
     """
-    served = [kind.type for kind in group._device_types]
-    device = device or group.bound_device_id
-    if device is not None and device.type in served and "cpu" not in served:
-        return device
-    return torch.device("cpu" if "cpu" in served else served[0])
+    if serves_cpu(group):
+        return torch.device("cpu")
+    return served_device(group, device or group.bound_device_id or torch.device("cpu"))
 
 
 # -- two dimensions of ranks -----------------------------------------------------------------------
