@@ -10,6 +10,11 @@ and with the rates below. It knows no contention for memory or processors and no
 run the same kernels. What is compared is what waits for what. Units are the blocks and the rest of
 the model; with ``--head``, the head is one more, as in torchtitan.
 
+    python benchmarks/virtual_clock.py --calls
+
+prints instead how often the host calls the device for a block, forward and backward: kernels on the
+computing stream and beside it, collectives, events, waits for events, changes of the stream.
+
 Rates: H100 SXM (data sheet: 989 TFLOP/s in bf16, of which 60 % are taken; 3.35 TB/s), NVLink
 450 GB/s in each direction and eight 400 Gbit/s adapters a node, of each 80 %; a collective takes
 20 us and 1 us a rank besides; the host 6 us a launch.
@@ -20,9 +25,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,10 +48,11 @@ from benchmarks.measure.report import record, write
 from benchmarks.peers.simple_fsdp import shard_parameters
 from benchmarks.streams.clock import Rates, Timeline, run
 from benchmarks.streams.order import unordered
-from benchmarks.streams.program import Program
+from benchmarks.streams.program import COMPUTING, Launch, Mark, Program, Record, Switch, Wait
 from benchmarks.streams.recording import record_program
 from benchmarks.workloads.decoder import Decoder, DecoderSizes
 from fsdp_dynamo import FSDP, MixedPrecision
+from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 SCALE, RECORDED_RANKS, TOKENS = 64, 8, 4096
@@ -142,20 +151,25 @@ def _costs(rates: Rates) -> dict[str, dict[str, float]]:
 def program_of(peer: str, sizes: DecoderSizes, rates: Rates, has_head: bool = False) -> Program:
     """One steady step, forward and backward."""
     torch.compiler.reset()
-    sharded, call = _wrapped(peer, _small(sizes), rates, has_head)
+    least = (collectives.DIRECT_BYTES["library"] or 0) // SCALE**2  # of a parameter at real sizes
+    with mock.patch.dict(collectives.DIRECT_BYTES, library=least, point_to_point=least):
+        sharded, call = _wrapped(peer, _small(sizes), rates, has_head)
     tokens = torch.randint(sizes.vocabulary // SCALE, (1, TOKENS // SCALE))
 
-    def step() -> None:
+    def step(program: Program) -> None:
         logits = call(tokens)
-        F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        program.append(Mark("backward"))
+        loss.backward()
+        program.append(Mark("end"))
         sharded.zero_grad()
 
     if peer not in STREAMS_IN_FORWARD:
-        step()
+        step([])
     with record_program() as recorder:
         for _ in range(2):
             begin = len(recorder.program)
-            step()
+            step(recorder.program)
         end = len(recorder.program)
     faults = [] if peer in FREES_BY_ALLOCATOR else unordered(recorder.program)
     if faults:
@@ -200,6 +214,51 @@ def measure(models: list[str], ranks: list[int], has_head: bool) -> list[dict[st
     return rows
 
 
+CALLS = ("kernels", "beside", "collectives", "events", "waits", "switches")
+
+
+def _calls(program: Program) -> dict[str, Counter[str]]:
+    """How often the host calls the device, by phase and kind of call."""
+    phase, found = (
+        "forward",
+        {"forward": Counter[str](), "backward": Counter[str](), "end": Counter[str]()},
+    )
+    kinds = {Record: "events", Wait: "waits", Switch: "switches"}
+    for step in program:
+        if isinstance(step, Mark):
+            phase = step.phase
+        elif isinstance(step, Launch):
+            beside = "kernels" if step.stream == COMPUTING else "beside"
+            found[phase]["collectives" if step.group else beside] += 1
+        elif type(step) in kinds:
+            found[phase][kinds[type(step)]] += 1
+    return found
+
+
+def calls_per_block(peer: str) -> dict[str, dict[str, float]]:
+    """Calls of the device for a block of 8B's, by phase and kind: what four more blocks add."""
+    rates, sizes = rates_of(RECORDED_RANKS), MODELS["8b"]
+    few, many = (
+        _calls(program_of(peer, replace(sizes, num_blocks=number), rates)) for number in (4, 8)
+    )
+    return {
+        phase: {kind: (many[phase][kind] - few[phase][kind]) / 4 for kind in CALLS}
+        for phase in ("forward", "backward")
+    }
+
+
+def print_calls() -> list[dict[str, Any]]:
+    """Print and return a row for each peer and phase."""
+    rows = []
+    print("peer", "phase", *CALLS, sep=" | ")
+    for peer in PEERS:
+        for phase, calls in calls_per_block(peer).items():
+            rows.append({"peer": peer, "phase": phase, **calls})
+            numbers = (f"{number:g}" for number in calls.values())
+            print(TITLES[peer], phase, *numbers, sep=" | ", flush=True)
+    return rows
+
+
 def _num_ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
         raise BadInputError(f"--ranks: expected numbers of 2 or more, got {text!r}")
@@ -212,13 +271,14 @@ def main() -> None:
     parser.add_argument("--models", default="8b,70b")
     parser.add_argument("--ranks", default="8,64,512")
     parser.add_argument("--head", action="store_true", help="as a unit of its own")
+    parser.add_argument("--calls", action="store_true", help="count calls of the device instead")
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     with one_line_on_bad_input():
         models = some_of("--models", options.models, MODELS)
         ranks = [_num_ranks(one) for one in options.ranks.split(",")]
     dist.init_process_group("fake", rank=0, world_size=RECORDED_RANKS)
-    rows = measure(models, ranks, options.head)
+    rows = print_calls() if options.calls else measure(models, ranks, options.head)
     if options.json is not None:
         write(options.json, record("virtual_clock", rows=rows))
     dist.destroy_process_group()

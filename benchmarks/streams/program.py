@@ -86,5 +86,19 @@ class Free:
     buffer: int
 
 
-Step = Launch | Record | Wait | HostWait | HostAccess | Allocate | Free
+@dataclass(frozen=True)
+class Switch:
+    """The host makes a stream current, until it goes back to the one before."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A phase of the program begins."""
+
+    phase: str
+
+
+Step = Launch | Record | Wait | HostWait | HostAccess | Allocate | Free | Switch | Mark
 Program = list[Step]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from benchmarks.streams.program import (
     Launch,
     Program,
     Record,
+    Switch,
     Wait,
 )
 from fsdp_dynamo.core.dtensors import local_of
@@ -50,9 +52,9 @@ class Recorder:
         self.defaults = [Stream(self, COMPUTING), Stream(self, ELSEWHERE, is_elsewhere=True)]
         self._current = [*self.defaults]
         self.is_quiet = False
+        self._coalesced: list[Launch] | None = None
         self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
         self._host: set[int] = set()
-        self.coalesced: list[Poisoned] | None = None  # by the launch that is being put together
         self._num_buffers = self._num_events = self._num_streams = 0
 
     # -- devices and their current streams -----------------------------------------------------
@@ -72,6 +74,7 @@ class Recorder:
         if to is None:
             yield
             return
+        self.program.append(Switch(to.name))
         before = self.is_elsewhere, self._current[to.is_elsewhere]
         self.is_elsewhere, self._current[to.is_elsewhere] = to.is_elsewhere, to
         try:
@@ -146,6 +149,12 @@ class Recorder:
         """Whether one of these buffers is in the host's memory."""
         return not self._host.isdisjoint(buffers)
 
+    def read_by_host(self, tensor: torch.Tensor, name: str) -> None:
+        """Let the host wait for all that a tensor may depend on, unless it is in its memory."""
+        numbers = tuple(self.buffers(tensor))
+        if not self.is_on_host(*numbers) and not self.is_quiet:
+            self.program.append(HostWait(None, name))
+
     # -- steps ---------------------------------------------------------------------------------
 
     def operator(self, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
@@ -187,25 +196,31 @@ class Recorder:
         list of its parts."""
         self.sweep()
         output, sent = self.buffers(tensors[0]), self.buffers(tensors[-1])
+        num_bytes = max(sum(part.nbytes for part in tree_leaves(one)) for one in tensors)
+        name = communicator(group)
+        launch = Launch(
+            kind, self.current.name, tuple(sent), tuple(output), kind, num_bytes, 0, name
+        )
+        if self._coalesced is not None:
+            self._coalesced.append(launch)
+            return None
         stream = self.current
         if is_async:
-            stream = Stream(self, communicator(group))
+            stream = Stream(self, name)
             stream.wait_event(self.current.record_event())
-        num_bytes = max(sum(part.nbytes for part in tree_leaves(one)) for one in tensors)
-        self.program.append(
-            Launch(
-                kind, stream.name, tuple(sent), tuple(output), kind, num_bytes, 0,
-                communicator(group),
-            )
-        )  # fmt: skip
-        if not is_async:
-            return None
-        with self.quiet():
-            poisoned = [Poisoned(tensors[0])]
-        if self.coalesced is not None:
-            self.coalesced += poisoned
-            poisoned = []
-        return Work(self, stream.record_event(), poisoned)
+        self.program.append(replace(launch, stream=stream.name))
+        return Work(self, stream.record_event()) if is_async else None
+
+    @contextmanager
+    def coalesced(self, *_: object, **__: object) -> Iterator[None]:
+        """Append the collectives inside as one, on the current stream."""
+        self._coalesced = some = []
+        yield
+        self._coalesced = None
+        reads = tuple({number for one in some for number in one.reads})
+        writes = tuple({number for one in some for number in one.writes})
+        num_bytes = sum(one.num_bytes for one in some)
+        self.program.append(replace(some[0], reads=reads, writes=writes, num_bytes=num_bytes))
 
     def new_event(self) -> int:
         """A number for an event."""
@@ -317,34 +332,16 @@ class Event:
         return False
 
 
-class Poisoned:
-    """The output of a collective that nobody has waited for."""
-
-    def __init__(self, output: torch.Tensor) -> None:
-        self._output = output.detach()
-        self._brought = self._output.clone()
-        self._output.untyped_storage().fill_(NAN_BYTE)
-
-    def cure(self) -> None:
-        """Give it what the collective has brought, unless it was freed before."""
-        if self._output.untyped_storage().nbytes():
-            self._output.data.copy_(self._brought)
-
-
 class Work:
     """The handle of an asynchronous collective."""
 
-    def __init__(self, recorder: Recorder, event: Event, poisoned: list[Poisoned]) -> None:
+    def __init__(self, recorder: Recorder, event: Event) -> None:
         self.event = event
         self._recorder = recorder
-        self._poisoned = poisoned
 
     def wait(self, *_: object) -> bool:
         """Let the current stream wait."""
         self._recorder.current.wait_event(self.event)
-        with self._recorder.quiet():
-            while self._poisoned:
-                self._poisoned.pop().cure()
         return True
 
     def is_completed(self) -> bool:

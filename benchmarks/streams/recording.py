@@ -6,15 +6,14 @@ NCCL. Every operator of aten is a launch on the stream that is current. Values a
 everything still runs in the host's order; what the streams would do is in the program. Whoever asks
 ``torch.cpu`` for streams is recorded: so are torch's own ``fully_shard`` and FSDP1.
 
-What a collective brings is NaN until it has been waited for, and a storage is before it is freed:
-what is read too early or too late, in the host's order, changes the values.
+A storage is filled with NaN before it is freed: what is read too late, in the host's order,
+changes the values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -25,8 +24,8 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.streams.program import HostWait, Kind
-from benchmarks.streams.recorder import NAN_BYTE, Event, Recorder, Stream, Work, communicator
-from fsdp_dynamo.comm import collectives, streams
+from benchmarks.streams.recorder import NAN_BYTE, Event, Recorder, Work
+from fsdp_dynamo.comm import collectives, in_flight, streams
 
 _KINDS: dict[str, Kind] = {
     "all_gather_into_tensor": "all_gather",
@@ -36,6 +35,8 @@ _KINDS: dict[str, Kind] = {
     "all_reduce": "all_reduce",
     "all_to_all_single": "reduce_scatter",  # the sum follows it
 }
+_READING = ("tolist", "numpy", "__array__")
+"""Methods that read a tensor's memory without an operator."""
 _OF_LISTS: dict[str, Kind] = {"all_gather": "all_gather"}
 """FSDP1 calls it for tensors of CPUs."""
 
@@ -92,18 +93,6 @@ def _recorded_collective(recorder: Recorder, kind: Kind, real: Callable[..., Any
     return call
 
 
-@contextmanager
-def _coalesced(recorder: Recorder, group: dist.ProcessGroup, *_: Any, **__: Any) -> Iterator[Work]:
-    """Collectives as one launch, with one handle, which may be waited for once they are issued."""
-    recorder.coalesced = poisoned = []
-    handle = Work(recorder, Event(recorder), poisoned)
-    try:
-        yield handle
-    finally:
-        recorder.coalesced = None
-    handle.event.record(Stream(recorder, communicator(group)))
-
-
 def _wait_each(works: Any, *_: object) -> None:
     for work in works:
         work.wait()
@@ -115,8 +104,7 @@ def _replacements(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     yield cpu, "Stream", lambda device=None, priority=0: recorder.new_stream(device)
     yield cpu, "Event", lambda *_, **__: Event(recorder)
     yield cpu, "current_stream", recorder.current_of
-    coalesced = partial(_coalesced, recorder)
-    yield distributed_c10d, "_coalescing_manager", coalesced
+    yield distributed_c10d, "_coalescing_manager", recorder.coalesced
     yield (
         cpu,
         "default_stream",
@@ -136,14 +124,23 @@ def _replacements(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
     yield streams.SideStreams, "copy_to_host", copied
     yield collectives, "transport_of", lambda group, device: "library"
-    yield collectives, "wait_on_device", _wait_each
-    yield collectives, "wait_until_finished", _wait_each
+    yield in_flight, "wait_on_device", lambda end, group: end.wait()
+    yield in_flight, "wait_until_finished", _wait_each
     for kinds, modules in ((_KINDS, (dist, collectives)), (_OF_LISTS, (dist,))):
         for name, module in product(kinds, modules):
             if hasattr(module, name):
                 real = getattr(module, name)
                 yield module, name, _recorded_collective(recorder, kinds[name], real)
 
+    def blocking(read: Callable[..., Any]) -> Callable[..., Any]:
+        def on_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            recorder.read_by_host(tensor, read.__name__)
+            return read(tensor, *args, **kwargs)
+
+        return on_host
+
+    for name in _READING:
+        yield torch.Tensor, name, blocking(getattr(torch.Tensor, name))
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, num_bytes: int) -> Any:

@@ -6,6 +6,8 @@ All decisions that depend on the backend are made here:
   as many bytes as an all-reduce. Sends and receives between all ranks plus a local sum avoid both.
 - Direct slices of a shard are large (``DIRECT_BYTES``): a message costs the CPU 95 microseconds
   under gloo, and under NCCL a group of small collectives costs several times as much as one.
+- On a device whose host runs ahead, a collective's copies and sums are enqueued at once, before and
+  behind it, on a stream of ours (``SideStreams.collecting``); an event is the handle.
 - Gradients are averaged by the backend or by the local sum. float16 sums overflow and float16
   quotients underflow easily, so float16 gradients are divided in two steps, before and after.
 
@@ -14,8 +16,8 @@ Hooks and lowered graph nodes call the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -29,13 +31,16 @@ from fsdp_dynamo.comm.collective_log import profiler_range
 from fsdp_dynamo.comm.gather_plan import GatherPlan, Pair
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.point_to_point import Work
-from fsdp_dynamo.comm.streams import side_streams
+from fsdp_dynamo.comm.streams import SideStreams, StreamEvent, side_streams
 from fsdp_dynamo.comm.watchdog import refusal_of
 from fsdp_dynamo.version import all_gather_single, reduce_scatter_single
 from graph_passes.wire_format import WireFormat
 
 Transport = Literal["library", "all_to_all", "point_to_point"]
 SentT = TypeVar("SentT")
+_Call = Callable[..., Work | None]
+_Finish = Callable[[], object] | None
+_Member = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], _Finish, collective_log.Entry]
 
 DIRECT_BYTES: dict[Transport, int | None] = {
     "point_to_point": 64 << 10,
@@ -91,10 +96,40 @@ class _Logged:
         self,
         works: Sequence[Work],
         buffers: Sequence[torch.Tensor],
-        finish: Callable[[], object] | None = None,
+        finish: _Finish = None,
+        temporary: Sequence[torch.Tensor] = (),
     ) -> InFlight:
-        """Return the collective's handle; for the arguments see ``InFlight``."""
-        return InFlight(works, buffers, self.event, finish, self.group, self.entry)
+        """Return the collective's handle; for the arguments see ``InFlight``.
+
+        ``temporary`` are buffers that nothing else refers to.
+        """
+        streams = side_streams(buffers[0].device)
+        if streams is None:
+            kept = (*buffers, *temporary)
+            return InFlight(works, kept, self.event, finish, self.group, self.entry)
+        end = _enqueued(works, streams, [finish])
+        return InFlight([end], buffers, self.event, None, self.group, self.entry)
+
+
+def _enqueued(
+    works: Sequence[Work],
+    streams: SideStreams,
+    local: Iterable[_Finish],
+) -> StreamEvent:
+    """Enqueue the local work of collectives behind them; return an event behind it."""
+    for work in works:
+        work.wait()
+    for call in filter(None, local):
+        call()
+    return streams.after_current()
+
+
+def _beside(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, gathers: bool
+) -> AbstractContextManager[Any]:
+    """Make a stream for a collective of this tensor's device current, where there are streams."""
+    streams = side_streams(tensor.device)
+    return nullcontext() if streams is None else streams.collecting(group, gathers=gathers)
 
 
 def issue_all_gather(
@@ -118,11 +153,12 @@ def issue_all_gather(
     """
     entry = collective_log.record(group, "all_gather", label, output.numel(), use, wire)
     logged = _Logged(group, entry, event)
-    with profiler_range("all_gather", label):
+    with profiler_range("all_gather", label), _beside(output, group, gathers=True):
         if wire is not None:
             return _issue_encoded_gather(output, shard, logged, wire, plan=plan)
-        pairs, buffers, finish = _to_gather(output, shard, group, plan)
-        return logged.in_flight(_gather_works(pairs, logged), buffers, finish)
+        pairs, finish = _to_gather(output, shard, group, plan)
+        messages = [message for message, _ in pairs]
+        return logged.in_flight(_gather_works(pairs, logged), (output, shard), finish, messages)
 
 
 def _to_gather(
@@ -130,18 +166,17 @@ def _to_gather(
     shard: torch.Tensor,
     group: dist.ProcessGroup,
     plan: GatherPlan | None,
-) -> tuple[list[Pair], tuple[torch.Tensor, ...], Callable[[], object] | None]:
-    """Messages of an all-gather, tensors to keep alive, and the local work at the end."""
+) -> tuple[list[Pair], _Finish]:
+    """Messages of an all-gather, and the local work at the end."""
     if plan is None or plan.is_one_slice:
-        return [(output, shard)], (output, shard), None
+        return [(output, shard)], None
     size = group.size()
     pairs = plan.direct(output, shard, size)
     if not plan.widths:
-        return pairs, (output, shard), None
+        return pairs, None
     message = output.new_empty(size * plan.packed_numel)
     pairs.append((message, plan.packed(shard)))
-    finish = partial(plan.copy_out, output.data, message, size)
-    return pairs, (output, shard, message), finish
+    return pairs, partial(plan.copy_out, output.data, message, size)
 
 
 def _to_reduce(
@@ -185,35 +220,37 @@ def _issue_encoded_gather(
         wire_codec.decode(message, received, size, wire)
         plan.copy_out(output.data, message, size)
 
-    return logged.in_flight(works, (output, sent, received), finish)
+    return logged.in_flight(works, (output,), finish, (sent, received))
 
 
 def _gather_works(pairs: Sequence[Pair], logged: _Logged) -> Sequence[Work]:
     if transport_of(logged.group, pairs[0][0].device) != "point_to_point":
-        return _launched(_gather_calls(pairs, logged.group), logged.group)
+        return _launched(_gather_calls(pairs, logged.group), logged.group, pairs[0][0].device)
     return logged.send(point_to_point.issue_all_gathers, pairs)
 
 
-def _gather_calls(pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Callable[[], Work]]:
-    return [
-        partial(all_gather_single, output, shard, group=group, async_op=True)
-        for output, shard in pairs
-    ]
+def _gather_calls(pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[_Call]:
+    return [partial(all_gather_single, output, shard, group=group) for output, shard in pairs]
 
 
-def _launched(calls: Sequence[Callable[[], Work]], group: dist.ProcessGroup) -> list[Work]:
-    """Make a backend's calls; several calls become one launch."""
+def _launched(calls: Sequence[_Call], group: dist.ProcessGroup, device: torch.device) -> list[Work]:
+    """Make a backend's calls; several calls become one launch.
+
+    On a stream of ours they are not asynchronous: then they run there, not on a stream of the
+    backend's, whose kernels would have no priority. The host goes on.
+    """
+    is_async = side_streams(device) is None
     try:
         if len(calls) == 1:
-            return [calls[0]()]
+            return [*filter(None, [calls[0](async_op=is_async)])]
         # Private API of torch: nothing public coalesces a backend's calls.
         coalesced: AbstractContextManager[Work] = dist.distributed_c10d._coalescing_manager(
-            group, async_ops=True
+            group, async_ops=is_async
         )
         with coalesced as work:
             for call in calls:
-                call()
-        return [work]
+                call(async_op=is_async)
+        return [work] if is_async else []
     except RuntimeError as error:
         raise refusal_of(error, group, collective_log.latest()) from None
 
@@ -248,7 +285,7 @@ def issue_reduce_mean(
     Args:
         output: this rank's part ``(n,)`` (reduce-scatter), or ``unsharded`` itself (all-reduce).
         label: FQN of the unit.
-        sums_only: divide first, then sum.
+        sums_only: sum, then divide, also where the backend has means.
         wire: wire format of the parts sent to the rank that sums them and, in an all-reduce, of the
             sums sent to all ranks. With a format, ``plan`` packs everything.
         may_lack: whether elements may be ``NO_VALUE``.
@@ -259,14 +296,15 @@ def issue_reduce_mean(
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
     entry = collective_log.record(group, kind, label, unsharded.numel(), wire=wire)
     logged = _Logged(group, entry, event)
-    with profiler_range(kind, label):
+    with profiler_range(kind, label), _beside(output, group, gathers=False):
         if wire is None:
             return _issue_reduce_mean(output, unsharded, logged, sums_only, plan, has_message)
         if output is unsharded:
             return _issue_encoded_all_reduce(output, unsharded, logged, wire, may_lack)
+        given = unsharded
         if plan is not None and not has_message:
             unsharded = plan.message_of(unsharded.data, group.size())
-        return _issue_encoded_mean(output, unsharded, logged, wire, may_lack)
+        return _issue_encoded_mean(output, unsharded, logged, wire, may_lack, given)
 
 
 def _issue_encoded_mean(
@@ -275,8 +313,12 @@ def _issue_encoded_mean(
     logged: _Logged,
     wire: WireFormat,
     may_lack: bool,
+    given: torch.Tensor | None = None,
 ) -> InFlight:
-    """Exchange encoded parts between all ranks; a rank adds what it decodes to its own part."""
+    """Exchange encoded parts between all ranks; a rank adds what it decodes to its own part.
+
+    ``given`` is a tensor to be kept until the collective has ended.
+    """
     group = logged.group
     rank, size = group.rank(), group.size()
     sent = wire_codec.encode_for_others(unsharded, size, rank, wire, may_lack)
@@ -289,12 +331,13 @@ def _issue_encoded_mean(
         del parts[rank]
     else:
         received = torch.empty_like(sent)
-        call = partial(dist.all_to_all_single, received, sent, group=group, async_op=True)
-        works = _launched([call], group)
+        call = partial(dist.all_to_all_single, received, sent, group=group)
+        works = _launched([call], group, sent.device)
         messages = received.view(size, -1)
         parts = [some for some in (messages[:rank], messages[rank + 1 :]) if len(some)]
     finish = partial(wire_codec.add_decoded, output, parts, wire, size)
-    return logged.in_flight(works, (output, sent, *parts), finish)
+    kept = (output, unsharded if given is None else given)
+    return logged.in_flight(works, kept, finish, (sent, *parts))
 
 
 def _issue_encoded_all_reduce(
@@ -320,7 +363,7 @@ def _issue_encoded_all_reduce(
         if missing:
             output.data.view(-1).copy_(whole[:-missing])
 
-    return logged.in_flight([], (output, *summed.buffers), send_to_all)
+    return logged.in_flight([], (output,), send_to_all, summed.buffers)
 
 
 def _issue_reduce_mean(
@@ -335,16 +378,16 @@ def _issue_reduce_mean(
     op, divisor = divide_first(unsharded, group, sums_only)
     divide = divide_after(output, op, divisor)
     if output is unsharded:
-        call = partial(dist.all_reduce, unsharded, op, group=group, async_op=True)
-        (work,) = _launched([call], group)
-        return logged.in_flight([work], (unsharded,), divide)
+        call = partial(dist.all_reduce, unsharded, op, group=group)
+        return logged.in_flight(_launched([call], group, output.device), (unsharded,), divide)
     pairs = _to_reduce(output, unsharded, group, plan, has_message)
     parts = [part for _, part in pairs]
-    kept = (output, *(whole for whole, _ in pairs))
+    messages = [whole for whole, _ in pairs]
     transport = transport_of(group, unsharded.device)
     works: Sequence[Work]
     if transport == "library":
-        works, finish = _launched(_reduce_calls(pairs, op, group), group), divide
+        works = _launched(_reduce_calls(pairs, op, group), group, output.device)
+        finish = divide
     elif transport == "point_to_point":
         works, received = logged.send(point_to_point.issue_exchanges, pairs)
         finish = partial(_sum_parts, parts, received, divisor)
@@ -352,19 +395,14 @@ def _issue_reduce_mean(
         rows = [torch.empty_like(whole) for whole, _ in pairs]
         works = []
         for some, (whole, _) in zip(rows, pairs, strict=True):
-            call = partial(dist.all_to_all_single, some, whole, group=group, async_op=True)
-            works += _launched([call], group)
+            call = partial(dist.all_to_all_single, some, whole, group=group)
+            works += _launched([call], group, output.device)
         finish = partial(_sum_rows, parts, rows, divisor)
-    return logged.in_flight(works, kept, finish)
+    return logged.in_flight(works, (output, unsharded), finish, messages)
 
 
-def _reduce_calls(
-    pairs: Sequence[Pair], op: Any, group: dist.ProcessGroup
-) -> list[Callable[[], Work]]:
-    return [
-        partial(reduce_scatter_single, part, whole, op, group=group, async_op=True)
-        for whole, part in pairs
-    ]
+def _reduce_calls(pairs: Sequence[Pair], op: Any, group: dist.ProcessGroup) -> list[_Call]:
+    return [partial(reduce_scatter_single, part, whole, op, group=group) for whole, part in pairs]
 
 
 def issue_custom(
@@ -373,19 +411,20 @@ def issue_custom(
     given: torch.Tensor,
     group: dist.ProcessGroup,
     *args: object,
+    gathers: bool,
     event: events.Event | None = None,
-    finish: Callable[[], object] | None = None,
+    finish: _Finish = None,
 ) -> InFlight:
     """Start a collective of the user's: FSDP2's ``AllGather`` or ``ReduceScatter``.
 
-    It may return a handle, or finish its work on the host or on the current stream. Other streams
-    wait for that stream.
+    It may return a handle, or finish its work on the host or on the current stream.
     """
-    work = comm(output, given, group, *args, async_op=True)
-    works: list[Work] = [work] if isinstance(work, Work) else []
     streams = side_streams(output.device)
-    if streams is not None:
-        works.append(streams.after_current())
+    with _beside(output, group, gathers=gathers):
+        work = comm(output, given, group, *args, async_op=streams is None)
+        works: list[Work] = [work] if isinstance(work, Work) else []
+        if streams is not None:
+            works, finish = [_enqueued(works, streams, [finish])], None
     return InFlight(works, (output, given), event, finish)
 
 
@@ -416,21 +455,17 @@ def divide_first(
     """Choose the reduction, and the divisor that is left for its result.
 
     The divisor applies to local sums and to SUM. float16 is divided here already, in place, by a
-    power of two near the root of the number of ranks; with ``sums_only`` other dtypes are divided
-    by the number of ranks.
+    power of two near the root of the number of ranks.
     """
     size = group.size()
     if unsharded.dtype == torch.float16:
         first = 1 << ((size - 1).bit_length() + 1) // 2
         unsharded.div_(first)
         return dist.ReduceOp.SUM, size / first
-    if not sums_only:
-        return dist.ReduceOp.AVG, size
-    unsharded.div_(size)
-    return dist.ReduceOp.SUM, 1
+    return dist.ReduceOp.SUM if sums_only else dist.ReduceOp.AVG, size
 
 
-def divide_after(output: torch.Tensor, op: Any, divisor: float) -> Callable[[], object] | None:
+def divide_after(output: torch.Tensor, op: Any, divisor: float) -> _Finish:
     """Division left once a backend has reduced into ``output``; ``None`` if none is."""
     if op == dist.ReduceOp.AVG or divisor == 1:
         return None
@@ -468,10 +503,13 @@ def issue_all_gathers(
             for output, shard, event, label, wire, plan in each
         ]
     launch = _Launch("all_gather", group, recorded, labels)
-    for output, shard, plan in zip(outputs, shards, plans, strict=True):
-        pairs, kept, finish = _to_gather(output, shard, group, plan)
-        launch.add(_gather_calls(pairs, group), output.numel(), kept, finish)
-    return launch.issue()
+    with _beside(outputs[0], group, gathers=True):
+        for output, shard, plan in zip(outputs, shards, plans, strict=True):
+            pairs, finish = _to_gather(output, shard, group, plan)
+            messages = [message for message, _ in pairs]
+            calls = _gather_calls(pairs, group)
+            launch.add(calls, output.numel(), (output, shard), messages, finish)
+        return launch.issue()
 
 
 def issue_reduce_means(
@@ -500,16 +538,19 @@ def issue_reduce_means(
         ]
     is_scattered = outputs[0] is not unsharded[0]
     launch = _Launch("reduce_scatter" if is_scattered else "all_reduce", group, recorded, labels)
-    for output, grad, plan in zip(outputs, unsharded, plans, strict=True):
-        op, divisor = divide_first(grad, group)
-        divide = divide_after(output, op, divisor)
-        if is_scattered:
-            pairs = _to_reduce(output, grad, group, plan, has_message=False)
-            calls, kept = _reduce_calls(pairs, op, group), [whole for whole, _ in pairs]
-        else:
-            calls, kept = [partial(dist.all_reduce, grad, op, group=group, async_op=True)], []
-        launch.add(calls, grad.numel(), (output, *kept), divide)
-    return launch.issue()
+    with _beside(outputs[0], group, gathers=False):
+        for output, grad, plan in zip(outputs, unsharded, plans, strict=True):
+            op, divisor = divide_first(grad, group)
+            divide = divide_after(output, op, divisor)
+            pairs: list[Pair] = []
+            if is_scattered:
+                pairs = _to_reduce(output, grad, group, plan, has_message=False)
+            calls = _reduce_calls(pairs, op, group)
+            if not is_scattered:
+                calls = [partial(dist.all_reduce, grad, op, group=group)]
+            messages = [whole for whole, _ in pairs]
+            launch.add(calls, grad.numel(), (output, grad), messages, divide)
+        return launch.issue()
 
 
 def _is_apart(outputs: Sequence[torch.Tensor], group: dist.ProcessGroup, wires: Wires) -> bool:
@@ -545,33 +586,44 @@ class _Launch:
         self._group = group
         self._recorded = recorded
         self._labels = labels
-        self._calls: list[Callable[[], Work]] = []
-        self._members: list[tuple[Sequence[torch.Tensor], Callable[[], object] | None, Any]] = []
+        self._calls: list[_Call] = []
+        self._members: list[_Member] = []
 
     def add(
         self,
-        calls: Sequence[Callable[[], Work]],
+        calls: Sequence[_Call],
         numel: int,
-        kept: Sequence[torch.Tensor],
-        finish: Callable[[], object] | None,
+        buffers: Sequence[torch.Tensor],
+        temporary: Sequence[torch.Tensor],
+        finish: _Finish,
     ) -> None:
         """Add the next collective.
 
         Args:
             numel: elements of the unsharded side.
-            kept: tensors that it reads and writes.
+            buffers: tensors that it reads and writes.
+            temporary: such tensors that nothing else refers to.
             finish: local work at its end.
         """
         label = self._labels[len(self._members)]
         entry = collective_log.record(self._group, self._kind, label, numel)
         self._calls += calls
-        self._members.append((kept, finish, entry))
+        self._members.append((buffers, temporary, finish, entry))
 
     def issue(self) -> list[InFlight]:
         """Make the calls; return a handle for each collective."""
+        device = self._members[0][0][0].device
         with profiler_range(self._kind, ", ".join(self._labels)):
-            shared = _Shared(_launched(self._calls, self._group)[0])
+            works = _launched(self._calls, self._group, device)
+        streams = side_streams(device)
+        if streams is not None:
+            end = _enqueued(works, streams, [finish for _, _, finish, _ in self._members])
+            works, self._members = [end], [(kept, (), None, e) for kept, _, _, e in self._members]
+        else:
+            works = [_Shared(works[0])]
         return [
-            InFlight([shared], kept, event, finish, self._group, entry)
-            for (kept, finish, entry), event in zip(self._members, self._recorded, strict=True)
+            InFlight(works, (*kept, *temporary), event, finish, self._group, entry)
+            for (kept, temporary, finish, entry), event in zip(
+                self._members, self._recorded, strict=True
+            )
         ]

@@ -12,7 +12,7 @@ from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collective_log import is_profiling, profiler_range
 from fsdp_dynamo.comm.point_to_point import Work
-from fsdp_dynamo.comm.streams import SideStreams, side_streams, timer_of
+from fsdp_dynamo.comm.streams import StreamEvent, timer_of
 from fsdp_dynamo.comm.watchdog import wait_on_device, wait_until_finished, wait_with_watchdog
 
 
@@ -62,17 +62,6 @@ class InFlight:
         self._wait()
         events.complete(event, began_ns, None if timer is None else timer.stopped())
 
-    def handed_over(self, streams: SideStreams, *kept: torch.Tensor) -> InFlight:
-        """Wait on the stream of gathers, which must be current; return a handle for other streams.
-
-        The handle keeps ``kept`` alive: tensors of other streams that the collective reads or
-        writes.
-        """
-        event, self._event = self._event, None
-        buffers = self._buffers[:1]
-        self.wait()
-        return InFlight([streams.after_gathers()], (*buffers, *kept), event)
-
     def _wait(self) -> None:
         if not is_profiling():
             self._complete()
@@ -99,10 +88,10 @@ class InFlight:
             if self._group is None:
                 for work in self._works:
                     work.wait()
-            elif (streams := side_streams(self._buffers[0].device)) is None:
-                wait_with_watchdog(self._works, self._group, self._entry)
+            elif isinstance(self._works[0], StreamEvent):
+                wait_on_device(self._works[0], self._group)
             else:
-                wait_on_device(self._works, self._group, streams, self._entry)
+                wait_with_watchdog(self._works, self._group, self._entry)
         except RuntimeError:
             self._works.clear()
             raise

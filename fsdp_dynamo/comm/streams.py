@@ -2,10 +2,12 @@
 
 [Note: what a collective waits for]
 
-A collective starts when all work has run that was enqueued on the current stream when it was
-issued. Waiting for it blocks the current stream, not the host. So an all-gather issued on the
-computing stream behind a unit's forward does not overlap that forward, and a wait that only serves
-to issue the next collective stops the computation. Hence three streams of our own:
+A collective starts when all work has run that was enqueued on its stream before. Waiting for it
+blocks the waiting stream, not the host. So an all-gather issued behind a unit's forward does not
+overlap that forward, and a wait that only serves to issue the next collective stops the
+computation. Hence streams of our own, whose kernels have priority over those of the computing
+stream. A collective runs on the stream that is current if that is one of ours (``collecting``),
+with its copies before and behind it; an event behind them is all that other streams wait for.
 
 - ``gathers``: shards are copied from the host, cast and sent, and unsharded flat parameters are
   allocated, in the order of this stream; freed memory returns to its pool. Computing streams may
@@ -15,7 +17,8 @@ to issue the next collective stops the computation. Hence three streams of our o
   whether it was prefetched or not, and at most two units are unsharded. A unit that runs again
   before that, as the last unit of a forward does, keeps its parameters.
 - ``replicas``: the mean over replicas, or between nodes, waits here for the preceding
-  reduce-scatter.
+  reduce-scatter. Shards are gathered between nodes here, too: the link is slower than the gathers.
+- One for each group and direction runs the collectives that are issued on the computing stream.
 - ``copies``: offloaded gradients are copied to the host.
 
 Where the host does not run ahead (CPU), there are no side streams and nothing is deferred.
@@ -31,13 +34,17 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_dynamo import events
+
+_HIGH = -1
+"""Priority of streams whose kernels are short, and awaited by the computing stream."""
 
 
 class SideStreams:
@@ -46,10 +53,10 @@ class SideStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        high = -1  # kernels are short, and the computing stream waits for them
-        self._gathers = self._module.Stream(device=device, priority=high)
-        self._replicas = self._module.Stream(device=device, priority=high)
+        self._gathers = self._module.Stream(device=device, priority=_HIGH)
+        self._replicas = self._module.Stream(device=device, priority=_HIGH)
         self._copies = self._module.Stream(device=device)
+        self._of_groups: dict[tuple[str, bool], Any] = {}
         self._to_free: list[tuple[Sequence[torch.UntypedStorage], list[Any]]] = []
 
     def current(self) -> Any:
@@ -58,6 +65,8 @@ class SideStreams:
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Make a stream of the device current inside the context, for launches and allocations."""
+        if stream == self.current():
+            return nullcontext()
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
     @contextmanager
@@ -87,6 +96,22 @@ class SideStreams:
         event = self._module.Event(enable_timing=enable_timing)
         event.record(stream)
         return event
+
+    def collecting(self, group: dist.ProcessGroup, *, gathers: bool) -> AbstractContextManager[Any]:
+        """Make a stream for a group's collective current: another one of ours stays current.
+
+        Otherwise it is the stream of the group's all-gathers, or of its reductions, which waits for
+        the current stream. Tensors of the current stream must be kept until that has waited for the
+        collective.
+        """
+        current = self.current()
+        if current in (self._gathers, self._replicas):
+            return nullcontext()
+        key = group.group_name, gathers
+        if key not in self._of_groups:
+            self._of_groups[key] = self._module.Stream(device=self._device, priority=_HIGH)
+        self._of_groups[key].wait_stream(current)
+        return self.on(self._of_groups[key])
 
     # -- gathers -------------------------------------------------------------------------------
 
@@ -136,15 +161,16 @@ class SideStreams:
         self._to_free = kept
         return is_there
 
+    def gathering_between_nodes(self) -> AbstractContextManager[object]:
+        """Make another stream current inside the context, behind what is enqueued for gathers."""
+        self._replicas.wait_stream(self._gathers)
+        return self.on(self._replicas)
+
     # -- reductions ----------------------------------------------------------------------------
 
     def over_replicas(self) -> AbstractContextManager[object]:
         """Make the stream of means over replicas current inside the context."""
         return self.on(self._replicas)
-
-    def replicas_follow(self) -> None:
-        """Make the stream of means over replicas wait before it reuses memory."""
-        self._replicas.wait_stream(self.current())
 
     def copy_to_host(self, tensor: torch.Tensor, after: Any = None) -> HostCopy:
         """Start a copy of a tensor, produced on the current stream, to pinned memory.
@@ -182,6 +208,11 @@ class StreamEvent:
     def __init__(self, streams: SideStreams, event: Any) -> None:
         self._streams = streams
         self._event = event
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the current stream would wait for the work in a CUDA graph."""
+        return self._streams.is_capturing
 
     @property
     def is_reached(self) -> bool:

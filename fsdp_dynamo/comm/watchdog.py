@@ -35,7 +35,7 @@ from fsdp_dynamo.comm.device_waits import device_waits
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.group_state import state_of
 from fsdp_dynamo.comm.point_to_point import UnreachableError, Work, peer_of
-from fsdp_dynamo.comm.streams import SideStreams
+from fsdp_dynamo.comm.streams import StreamEvent
 from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError, with_section
 
 # -- peer failure ----------------------------------------------------------------------------------
@@ -441,27 +441,16 @@ def wait_with_watchdog(
         raise
 
 
-def wait_on_device(
-    works: Sequence[Work],
-    group: dist.ProcessGroup,
-    streams: SideStreams,
-    entry: Entry | None = None,
-) -> None:
-    """Make the current stream wait for collectives, and watch the stream.
+def wait_on_device(end: StreamEvent, group: dist.ProcessGroup) -> None:
+    """Make the current stream wait for the end of a collective, and watch it.
 
     Raises:
         DivergenceError: a failure of any group was found since the last wait.
-        RankFailedError: the backend reports that a rank is gone.
-        RuntimeError: a collective failed for another reason.
     """
     raise_if_failed()
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise refusal_of(error, group, entry) from None
-    if _watchdog.monitor is not None and group.size() > 1 and not streams.is_capturing:
-        device_waits().add(group, streams.after_current())
+    end.wait()
+    if _watchdog.monitor is not None and group.size() > 1 and not end.is_captured:
+        device_waits().add(group, end)
         _watchdog.ensure_running()
 
 

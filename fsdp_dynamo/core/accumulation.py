@@ -132,6 +132,8 @@ class UnshardedSum:
         self._shard_layout = shard_layout
         self._entries: list[_Entry] = []  # empty without a sum
         self._trained: set[int] = set()  # parameters that may have a gradient in the sum
+        self._used: set[int] = set()  # parameters of which this rank has added a gradient
+        self._lacks_some = False  # whether some of these have none in the sum
         self._trained_in_partial: set[int] = set()
 
     @torch.no_grad()
@@ -143,6 +145,8 @@ class UnshardedSum:
         grads = [original.grad for original in self._originals]
         self.total = total
         self._entries = []
+        self._lacks_some = unused is None
+        self._record_used(unused or ())
         for original, view in zip(self._originals, self._layout.split(total.data), strict=True):
             grad = view if original.parallel is None else original.parallel.as_dtensor(view)
             self._entries.append(_Entry(original, original.param, view, grad))
@@ -154,13 +158,25 @@ class UnshardedSum:
         self._show({index for index in unused if grads[index] is None})
         self.accumulation.has_sums = True
 
-    def add(self, grad: torch.Tensor, unused: Collection[int] = frozenset()) -> None:
-        """Add an unsharded gradient under ``torch.no_grad()``; arguments as in ``put``."""
+    def add(
+        self,
+        grad: torch.Tensor,
+        unused: Collection[int] = frozenset(),
+        *,
+        lacks_some: bool = False,
+    ) -> None:
+        """Add an unsharded gradient under ``torch.no_grad()``; arguments as in ``put``.
+
+        ``lacks_some``: whether others than ``unused`` may have no gradient either.
+        """
         if self.total is None:
             self.put(grad, unused)
+            self._lacks_some = lacks_some
             return
         self.remove_dropped()
         self.total.data.add_(grad)  # `.data`: a graph may have saved `total` for its backward
+        self._lacks_some |= lacks_some
+        self._record_used(unused)
         self._record_trained()
         self._show(unused)
 
@@ -181,6 +197,8 @@ class UnshardedSum:
             for index, part in enumerate(self._shard_layout.ranges)
             if not part.numel and self._entries[index].param.grad is not None
         ]
+        if not self._lacks_some:
+            return self._used.intersection(shown)
         has = has_value([self._entries[index].view for index in shown])
         return {index for index, has_one in zip(shown, has, strict=True) if has_one}
 
@@ -196,7 +214,7 @@ class UnshardedSum:
             if entry.reduced is not None:
                 put_grad(entry.param, entry.original.as_param(entry.reduced))
         total, self.total = self.total, None
-        self._entries, self._trained = [], set()
+        self._entries, self._trained, self._used = [], set(), set()
         return total if has_grad else None
 
     # -- gradients that wait for the reduction over replicas --------------------------------------
@@ -242,6 +260,9 @@ class UnshardedSum:
     def _record_trained(self) -> None:
         self._trained.update(self._now_trained())
 
+    def _record_used(self, unused: Collection[int]) -> None:
+        self._used.update({*range(len(self._originals))}.difference(unused))
+
     def frozen_since(self) -> set[int]:
         """Indices of parameters trained when the sum was made and frozen now.
 
@@ -261,6 +282,7 @@ class UnshardedSum:
         for flat in (taken, self.total.data):
             self._layout.repeat(flat)
         self._trained.difference_update(indices)
+        self._used.difference_update(indices)
         return taken
 
     def keep_reduced(self, indices: Collection[int], parts: Sequence[torch.Tensor]) -> None:
@@ -293,10 +315,11 @@ class UnshardedSum:
                     f"{tuple(grad.shape)}. Change it in place (p.grad.mul_(...)), or drop it "
                     "(p.grad = None), until a step without no_sync() has reduced it."
                 )
-        for entry in self._entries:
+        for index, entry in enumerate(self._entries):
             if entry.param.grad is None:
                 entry.view.fill_(NO_VALUE)
                 entry.reduced = None
+                self._used.discard(index)
         # `.grad` shows the first copy of a replicated parameter: apply changes to all copies.
         self._layout.repeat(self.total.data)
 
@@ -340,6 +363,7 @@ _EAGER_ONLY = {
     "keeps_storage": ("set_keep_unsharded_storage(True)", _BUFFERS),
     "forward_prefetch": ("set_modules_to_forward_prefetch()", _PLANNED),
     "backward_prefetch": ("set_modules_to_backward_prefetch()", _PLANNED),
+    "max_reduces": ("set_reduce_scatter_max_input_buffers()", _NODES),
     "sums_only": ("set_force_sum_reduction_for_comms(True)", _NODES),
     "all_reduce_hook": ("set_all_reduce_hook()", _NODES),
     "all_gather": ("set_custom_all_gather()", _PLANNED),
@@ -364,7 +388,9 @@ class UnitSettings:
         forward_prefetch: units to unshard when this unit's forward begins; empty: the next unit.
         backward_prefetch: units to unshard in this unit's backward; empty: the previous unit.
         grad_scale: factor applied to reduced gradients, which are means.
-        sums_only: divide gradients first and reduce with SUM only.
+        sums_only: reduce with SUM only, and divide the result.
+        zeros_unused: give parameters without a gradient on any rank one of zeros.
+        max_reduces: unsharded gradients that are being reduced at a time.
         all_reduce_hook: called with each reduced gradient before ``.grad`` gets it.
         all_gather: FSDP2's ``AllGather`` that replaces ours.
         reduce_scatter: FSDP2's ``ReduceScatter`` that replaces ours.
@@ -381,6 +407,8 @@ class UnitSettings:
     backward_prefetch: tuple[Any, ...] = ()
     grad_scale: float = 1.0
     sums_only: bool = False
+    zeros_unused: bool = False
+    max_reduces: int = 2
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
     all_gather: Callable[..., Any] | None = None
     reduce_scatter: Callable[..., Any] | None = None

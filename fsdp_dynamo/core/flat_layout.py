@@ -88,10 +88,10 @@ class ShardRange:
 
 
 def has_value(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Return for each tensor whether it has elements other than ``NO_VALUE``; one device only."""
+    """Return for each tensor whether it has elements other than ``NO_VALUE``: the host waits."""
     if not tensors:
         return []
-    found = [(~is_no_value(tensor)).any() for tensor in tensors]
+    found = [(~is_no_value(tensor)).any().to(tensors[0].device) for tensor in tensors]
     return torch.stack(found).tolist()
 
 

@@ -309,12 +309,6 @@ class FlatParameter:
         return plan.scaled(numel // self.layout.shard_numel)
 
     @property
-    def needs_copy_out(self) -> bool:
-        """Whether gathered data is copied or decoded before it can be read."""
-        is_packed = self.gather_wire is not None or self.grad_sum.settings.all_gather is not None
-        return self.is_sharded and (is_packed or bool(self.layout.plan.widths))
-
-    @property
     def reduce_plans(self) -> tuple[GatherPlan, ...]:
         """Gather plans of the gradient's reductions; in a hierarchy, in the node and between nodes.
 
@@ -488,7 +482,7 @@ class FlatParameter:
         sharded_grad: torch.Tensor,
         unused: Collection[int] = (),
         frozen: Collection[int] = (),
-    ) -> None:
+    ) -> Undecided:
         """Add a reduced gradient ``(shard_numel,)`` to the originals' ``.grad``; call their hooks.
 
         Call this without gradient tracking. Parameters that are frozen now get nothing: autograd,
@@ -496,9 +490,11 @@ class FlatParameter:
 
         Args:
             sharded_grad: mean over ranks.
-            unused: indices of parameters without a gradient on this rank. If no other rank had one
-                either, the ``.grad`` does not change: ``None`` stays ``None``.
+            unused: indices of parameters without a gradient on this rank.
             frozen: indices of parameters that were not trained in the forward.
+
+        Returns:
+            The ``unused`` ones, which ``add_present`` adds if another rank had a gradient.
 
         Raises:
             FSDPStateError: a parameter has a hook of ``register_hook()``.
@@ -519,16 +515,31 @@ class FlatParameter:
             for index in trained:
                 reduced[index] = parts[index]
             self.grad_sum.add_reduced(reduced)
-            return
-        if unused:
-            indices = sorted(unused)
-            has = has_value([parts[index] for index in indices])
-            without = {i for i, one in zip(indices, has, strict=True) if not one}
-            trained = [index for index in trained if index not in without]
-        for index in trained:
-            self.originals[index].add_grad(parts[index])
-        for index in trained if self.runs_hooks else ():
+            return []
+        if self.grad_sum.settings.zeros_unused:
+            unused = ()
+        self._add_parts([(index, parts[index]) for index in trained if index not in unused])
+        return [(self, index, parts[index]) for index in trained if index in unused]
+
+    def _add_parts(self, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        for index, part in parts:
+            self.originals[index].add_grad(part)
+        for index, _ in parts if self.runs_hooks else ():
             run_post_accumulate_hooks(self.originals[index].param)
+
+    @staticmethod
+    def add_present(undecided: Undecided) -> None:
+        """Add those reduced gradients that any rank had; the host stops once for all of them.
+
+        The others leave ``.grad`` as it is: ``None`` stays ``None``.
+        """
+        present: dict[FlatParameter, list[tuple[int, torch.Tensor]]] = {}
+        has = has_value([part for _, _, part in undecided])
+        for (flat, index, part), has_one in zip(undecided, has, strict=True):
+            if has_one:
+                present.setdefault(flat, []).append((index, part))
+        for flat, parts in present.items():
+            flat._add_parts(parts)
 
     # -- moving ----------------------------------------------------------------------------
 
@@ -561,6 +572,10 @@ class FlatParameter:
         self.sharded = shard.detach().contiguous().requires_grad_(self.requires_grad)
         self.make_buffer()
         self.point_originals_to_shard()
+
+
+Undecided = list[tuple[FlatParameter, int, torch.Tensor]]
+"""Reduced gradients by flat parameter and index, of which any rank or none had one."""
 
 
 # -- shard conversion ------------------------------------------------------------------------------

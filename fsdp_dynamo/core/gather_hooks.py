@@ -81,7 +81,7 @@ class HookedFlatParameter(FlatParameter):
     """
 
     gather_wire = None
-    needs_storage = needs_copy_out = True
+    needs_storage = True
 
     def __init__(self, *args: Any, precision: MixedPrecision | None, **kwargs: Any) -> None:
         self._sent: list[list[torch.Tensor]] = []  # per parameter; on meta once they are sent

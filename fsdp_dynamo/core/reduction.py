@@ -18,12 +18,9 @@ from fsdp_dynamo.comm.gather_plan import GatherPlan
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import Hierarchy
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, side_streams
-from fsdp_dynamo.core.flat_parameter import FlatParameter, UnshardedGrad
+from fsdp_dynamo.core.flat_parameter import FlatParameter, Undecided, UnshardedGrad
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WireFormat
-
-MAX_REDUCES = 2
-"""Reductions in flight. Each keeps an unsharded gradient alive, almost two on gloo."""
 
 
 @dataclass
@@ -39,7 +36,6 @@ class PendingReduce:
         unused: indices of parameters without a gradient on this rank.
         is_partial: whether the reduction over replicas is left to a later backward.
         held: buffers that an earlier collective may still read.
-        beside: side streams, if the second collective was issued on one of them.
         stream: stream on which it was issued, or ``None`` on CPUs. It is finished there too,
             because the gradient's memory belongs to that stream.
     """
@@ -51,7 +47,6 @@ class PendingReduce:
     unused: Collection[int] = ()
     is_partial: bool = False
     held: Sequence[torch.Tensor] = ()
-    beside: SideStreams | None = None
     stream: Any = None
 
     def advance(self) -> None:
@@ -65,7 +60,6 @@ class PendingReduce:
         self.held = self.in_flight.buffers
         with streams.over_replicas():
             self.advance()
-        self.beside = streams
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Enqueue the work inside on the issuing stream; the current stream then follows it."""
@@ -78,14 +72,7 @@ class PendingReduce:
         """Wait; return the reduced gradient, ``None`` if it still waits for replicas."""
         self.advance()
         flat = self.flat
-        if self.beside is None or (flat.hierarchy is None and flat.wires.replicas is None):
-            self.in_flight.wait()
-        else:
-            # The second collective has buffers of the replicas' stream: that stream must not reuse
-            # them before the current stream, which reads them in wait(), has passed.
-            self.held = (*self.held, *self.in_flight.buffers)
-            self.in_flight.wait()
-            self.beside.replicas_follow()
+        self.in_flight.wait()
         self.held = ()
         waiting = flat.grad_sum
         if self.is_partial:
@@ -271,7 +258,7 @@ def _issue_mean(
     op, divisor = collectives.divide_first(grad, group, settings.sums_only)
     divide = collectives.divide_after(output, op, divisor)
     return collectives.issue_custom(
-        settings.reduce_scatter, output, grad, group, op, event=event, finish=divide
+        settings.reduce_scatter, output, grad, group, op, gathers=False, event=event, finish=divide
     )
 
 
@@ -281,7 +268,9 @@ def _begin(flat: FlatParameter, output: torch.Tensor, grad: torch.Tensor) -> eve
 
 
 class ReduceQueue:
-    """Reductions in flight, at most ``MAX_REDUCES``, finished in order of issue.
+    """Reductions in flight, finished in order of issue.
+
+    Each keeps an unsharded gradient alive, almost two on gloo.
 
     Gradients of offloaded parameters are then copied to the host, which adds those that have
     arrived.
@@ -290,6 +279,7 @@ class ReduceQueue:
     def __init__(self) -> None:
         self._pending: deque[PendingReduce] = deque()
         self._copies: deque[tuple[FlatParameter, Collection[int], HostCopy]] = deque()
+        self._undecided: Undecided = []
 
     def advance(self) -> None:
         """Start pending second collectives, and add gradients that have arrived on the host."""
@@ -300,8 +290,8 @@ class ReduceQueue:
         while self._copies and self._copies[0][-1].is_done:
             self._accumulate_copy()
 
-    def make_room(self) -> None:
-        while len(self._pending) >= MAX_REDUCES:
+    def make_room(self, max_reduces: int) -> None:
+        while len(self._pending) >= max_reduces:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -313,11 +303,20 @@ class ReduceQueue:
                 copy = streams.copy_to_host(flat.as_grad(grad))
                 self._copies.append((flat, pending.unused, copy))
             elif grad is not None:
-                flat.accumulate_grad(grad, pending.unused)
+                self._accumulate(flat, grad, pending.unused)
 
     def _accumulate_copy(self) -> None:
         flat, unused, copy = self._copies.popleft()
-        flat.accumulate_grad(copy.wait(), unused)
+        self._accumulate(flat, copy.wait(), unused)
+
+    def _accumulate(self, flat: FlatParameter, grad: torch.Tensor, unused: Collection[int]) -> None:
+        if any(flat is other for other, _, _ in self._undecided):
+            self._decide()  # of an earlier backward: gradients are added in order
+        self._undecided += flat.accumulate_grad(grad, unused)
+
+    def _decide(self) -> None:
+        undecided, self._undecided = self._undecided, []
+        FlatParameter.add_present(undecided)
 
     def issue(
         self, flat: FlatParameter, unsharded_grad: UnshardedGrad, unused: Collection[int]
@@ -342,7 +341,7 @@ class ReduceQueue:
         unused = set(range(len(flat.originals))) - flat.grad_sum.used()
         total = flat.grad_sum.take()
         if total is not None:
-            self.make_room()
+            self.make_room(flat.grad_sum.settings.max_reduces)
             self.issue(flat, UnshardedGrad(total.to(flat.reduce_dtype, copy=True)), unused)
             # A graph whose backward is still to come may hold the sum: it must not add it again.
             total.data.fill_(NO_VALUE)
@@ -352,8 +351,10 @@ class ReduceQueue:
             self._finish_oldest()
         while self._copies:
             self._accumulate_copy()
+        self._decide()
 
     def abandon(self) -> None:
+        self._undecided = []
         while self._pending:
             self._pending.popleft().in_flight.abandon()
         while self._copies:

@@ -213,16 +213,11 @@ class Unit:
             return
         self._readers = []
         with streams.gathering():
-            kept = self._issue_gathers(phase)
-            if any(flat.needs_copy_out for flat in self.flats):
-                # Copy out on this stream too: the computing stream waits for the result only.
-                self._gathers = [one.handed_over(streams, *kept) for one in self._gathers]
-            elif any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
+            self._issue_gathers(phase)
+            if any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
                 self._gathers.append(InFlight([streams.after_gathers()]))
 
-    def _issue_gathers(self, phase: events.Phase) -> list[torch.Tensor]:
-        """Start the gathers; return the kept shards sent, which the computing stream allocated."""
-        sent = []
+    def _issue_gathers(self, phase: events.Phase) -> None:
         outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
         if events.recorder is not None and outputs:
             num_bytes = sum(output.nbytes for _, output in outputs)
@@ -233,14 +228,12 @@ class Unit:
             has_kept = self._has_kept_shards or flat.hierarchy is not None
             kept = flat.kept_shard_to_gather() if has_kept else None
             shard, group = kept or (flat.shard_to_gather(), flat.group)
-            sent += [shard] if kept else []
             if flat.is_sharded:
                 wire = None if kept else flat.gather_wire
                 gather = self._issue_gather(flat, output, shard, group, phase, wire)
                 self._gathers.append(gather)
             else:
                 output.copy_(shard)
-        return sent
 
     def _issue_gather(
         self,
@@ -259,10 +252,12 @@ class Unit:
                 output, shard, group, event, self.fqn, wire=wire, plan=plan
             )
         if plan.is_one_slice:
-            return collectives.issue_custom(custom, output, shard, group, event=event)
+            return collectives.issue_custom(custom, output, shard, group, gathers=True, event=event)
         message = torch.empty_like(output)
         finish = partial(plan.copy_out, output, message, group.size())
-        return collectives.issue_custom(custom, message, shard, group, event=event, finish=finish)
+        return collectives.issue_custom(
+            custom, message, shard, group, gathers=True, event=event, finish=finish
+        )
 
     def keep_shards(self) -> None:
         """Keep this rank's post-forward shards before a reshard, if the user asked for them."""
@@ -281,22 +276,20 @@ class Unit:
         self.drop_outdated()
         self.check_originals()  # may copy new values into the shards
         self._secondary_versions = self._versions()
-        streams = self._side_streams()
-        with nullcontext() if streams is None else streams.gathering():
-            for flat in self.flats:
-                if flat.hierarchy is not None:
-                    self._gather_secondary(flat, flat.hierarchy, "forward")
+        for flat in self.flats:
+            if flat.hierarchy is not None:
+                self._gather_secondary(flat, flat.hierarchy, "forward")
 
     def _gather_secondary(
         self, flat: FlatParameter, hierarchy: Hierarchy, phase: events.Phase
     ) -> None:
         if flat.kept_shard is not None and flat.kept_shard.tensor.dtype == flat.param_dtype:
             return
-        shard = flat.shard_to_gather()
-        secondary = shard.new_empty(shard.numel() * hierarchy.across.size())
-        in_flight = self._issue_gather(
-            flat, secondary, shard, hierarchy.across, phase, flat.gather_wire
-        )
+        streams, across = self._side_streams(), hierarchy.across
+        with nullcontext() if streams is None else streams.gathering_between_nodes():
+            shard = flat.shard_to_gather()
+            secondary = shard.new_empty(shard.numel() * across.size())
+            in_flight = self._issue_gather(flat, secondary, shard, across, phase, flat.gather_wire)
         flat.kept_shard = KeptShard(secondary, hierarchy.node, in_flight)
 
     @property

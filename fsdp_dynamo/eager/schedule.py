@@ -6,7 +6,7 @@ One ``Root`` serves all units below the outermost wrapper. Order of a step for u
     backward:  AG(L) [AG(L-1) B(L)] RS(L) [AG(L-2) B(L-1)] RS(L-1) ...
 
 Brackets contain a collective that runs beside a computation. At most one unit is unsharded ahead of
-the unit that computes, and at most ``MAX_REDUCES`` gradients are being reduced (``ReduceQueue``).
+the unit that computes, and at most ``max_reduces`` gradients are being reduced (``ReduceQueue``).
 """
 
 from __future__ import annotations
@@ -386,7 +386,8 @@ class Root:
             self._reduces.advance()  # second collectives of earlier units go first
             for flat, grads in without_frozen(end.take()):
                 if flat.grad_sum.settings.reduces:
-                    self._reduces.make_room()  # before the next flat gradient is made
+                    # before the next flat gradient is made
+                    self._reduces.make_room(flat.grad_sum.settings.max_reduces)
                     unused = unused_of(grads) - flat.grad_sum.used()
                     self._reduces.issue(flat, flat.grad_to_reduce(grads), unused)
                 else:

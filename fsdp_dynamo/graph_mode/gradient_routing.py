@@ -12,7 +12,7 @@ from torch import fx
 
 from fsdp_dynamo import events
 from fsdp_dynamo.core.dtensors import local_of
-from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.flat_parameter import FlatParameter, Undecided
 from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.reduction import reduce_frozen
 from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
@@ -28,7 +28,7 @@ _UNREDUCED = "_fsdp_dynamo_unreduced"
 
 _Absent = Mapping[tuple[str, int], Sequence[Ranges]]
 
-GradHandler = Callable[[torch.Tensor, _Absent], None]
+GradHandler = Callable[[torch.Tensor, _Absent], Undecided]
 """Handler of an input's gradient; its second argument says which elements no rank computed."""
 
 
@@ -66,7 +66,7 @@ def _grad_handler(flat: FlatParameter) -> GradHandler:
     total = flat.grad_sum.total if flat.grad_sum.settings.reduces else None
     frozen = flat.module_parameters.frozen  # the graph computes their gradients nevertheless
 
-    def handle(grad: torch.Tensor, absent: _Absent) -> None:
+    def handle(grad: torch.Tensor, absent: _Absent) -> Undecided:
         unused = _unused(flat, absent)
         if total is not None:
             # ``total`` was saved by every forward since it was accumulated. Other forwards that
@@ -78,7 +78,7 @@ def _grad_handler(flat: FlatParameter) -> GradHandler:
                 flat.grad_sum.take()
                 flat.grad_sum.accumulation.refresh()
             total.data.fill_(NO_VALUE)
-        flat.accumulate_grad(grad, unused, frozen)
+        return flat.accumulate_grad(grad, unused, frozen)
 
     return handle
 
@@ -94,12 +94,13 @@ def _unused(flat: FlatParameter, absent: _Absent) -> set[int]:
 def _unreduced_handler(flat: FlatParameter) -> GradHandler:
     before = flat.module_parameters.frozen
 
-    def handle(grad: torch.Tensor, absent: _Absent) -> None:
+    def handle(grad: torch.Tensor, absent: _Absent) -> Undecided:
         frozen = flat.module_parameters.frozen_now().union(before)
         views = flat.layout.split(grad) if frozen else []
         for index in frozen:
             views[index].fill_(NO_VALUE)
-        flat.grad_sum.add(grad, frozen)
+        flat.grad_sum.add(grad, frozen, lacks_some=True)
+        return []
 
     return handle
 
@@ -133,9 +134,11 @@ class _RouteGradients(torch.autograd.Function):
         with torch.no_grad():
             absent = ctx.operators.take_absent()
             ctx.operators.finish_copies()
+            undecided: Undecided = []
             for handle, grad in zip(ctx.handlers, grads, strict=True):
                 if grad is not None:
-                    handle(grad, absent)
+                    undecided += handle(grad, absent)
+            FlatParameter.add_present(undecided)
         ctx.secondaries.end_backward()
         events.enter_backward(None)
         return (None,) * (len(grads) + 3)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.gather_plan import decode
 from fsdp_dynamo.comm.in_flight import InFlight
-from fsdp_dynamo.comm.streams import SideStreams, side_streams
+from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.graph_mode import graph_recording
 from fsdp_dynamo.graph_mode.offloading import HostCopies, to_device
 from fsdp_dynamo.health.graph_agreement import require_agreement
@@ -45,21 +45,13 @@ class Issued:
     Attributes:
         output: its output, unread until the wait.
         in_flight: its handle, which keeps the tensors alive that it sends and receives.
-        sent: the streams and the copy of a shard that it sends, if the shard is in host memory.
     """
 
-    __slots__ = ("in_flight", "output", "sent")
+    __slots__ = ("in_flight", "output")
 
     def __init__(self, output: torch.Tensor, in_flight: InFlight) -> None:
         self.output = output
         self.in_flight = in_flight
-        self.sent: tuple[SideStreams, torch.Tensor] | None = None
-
-    def free_sent(self) -> None:
-        """Free the copy of the shard; the current stream has waited for its all-gather."""
-        if self.sent is not None:
-            self.sent[0].free_pending()  # the next copy may get the memory of this one
-            self.sent = None
 
 
 Launch = list[Issued | None]
@@ -130,12 +122,7 @@ class GraphOperators(HostCopies):
             return launch([to_device(shard, device, dtype) for shard in shards])
         streams.free_pending()  # the computing stream may still use the outputs' memory
         with streams.gathering():
-            sent = [to_device(shard, device, dtype) for shard in shards]
-            launched = launch(sent)
-        for issued, copied in zip(launched, sent, strict=True):
-            assert issued is not None
-            issued.sent = streams, copied
-        return launched
+            return launch([to_device(shard, device, dtype) for shard in shards])
 
     def reduce_scatter(
         self,
@@ -182,11 +169,7 @@ class GraphOperators(HostCopies):
         texts: Sequence[str],
         plans: collectives.Plans,
     ) -> Launch:
-        """Issue collectives as one launch, and record each of them.
-
-        On a device, collectives that also copy (packed parameters) run on a side stream, so that
-        neither the copies nor the collective hold up the computing stream.
-        """
+        """Issue collectives as one launch, and record each of them."""
         record = graph_recording.current()
         labels = [_label_of(text) for text in texts]
         for label in labels:
@@ -195,24 +178,7 @@ class GraphOperators(HostCopies):
         recorded = record.launch(labels, outputs, inputs)
         wires = [WireFormat.decode(label.wire) for label in labels]
         units = [label.unit for label in labels]
-        streams = side_streams(outputs[0].device)
-        if streams is None or not any(plan is not None and plan.widths for plan in plans):
-            handles = issue(outputs, inputs, group, recorded, units, wires, plans)
-        elif labels[0].kind == "all_gather":
-            streams.free_pending()  # the computing stream may still use the outputs' memory
-            with streams.gathering():
-                handles = issue(outputs, inputs, group, recorded, units, wires, plans)
-                pairs = zip(handles, inputs, strict=True)
-                handles = [one.handed_over(streams, shard) for one, shard in pairs]  # copied out
-        else:
-            streams.replicas_follow()
-            with streams.over_replicas():  # copies in
-                handles = issue(outputs, inputs, group, recorded, units, wires, plans)
-            follow = streams.replicas_follow  # before the memory of the messages is reused
-            handles = [
-                InFlight([one], (*one.buffers, given), finish=follow)
-                for one, given in zip(handles, inputs, strict=True)
-            ]
+        handles = issue(outputs, inputs, group, recorded, units, wires, plans)
         launched = [*map(Issued, outputs, handles)]
         self._in_flight.update(launched)
         record.launched(labels)
@@ -232,7 +198,6 @@ class GraphOperators(HostCopies):
         record.wait(label)
         self._in_flight.remove(issued)
         issued.in_flight.wait()
-        issued.free_sent()
         record.waited(label, issued.output)
         return issued.output
 

@@ -233,8 +233,42 @@ class FSDP2Methods(UserMethods):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Divide gradients before the reduction, and reduce only by sums (eager and hooks mode)."""
+        """Reduce only by sums, and divide the result (eager and hooks mode)."""
         self._fsdp_set(False, sums_only=enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Give parameters of which no rank has a gradient one of zeros, or leave ``.grad`` alone.
+
+        With zeros, the host need not wait at the end of a backward to learn whether any rank has
+        one. Ranks may use different parameters in either case.
+        """
+        self._fsdp_set(recurse, zeros_unused=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Reduce at most so many gradients of units at a time (eager and hooks mode; default 2).
+
+        Each keeps an unsharded gradient. With 1, as by default in FSDP2, the backward of a unit
+        waits for the reduction of the unit before.
+
+        Raises:
+            FSDPTypeError: not an int.
+            FSDPValueError: less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise FSDPTypeError(
+                "set_reduce_scatter_max_input_buffers(): expected an int, got "
+                f"{max_input_buffers!r}. Pass a number of gradients."
+            )
+        if max_input_buffers < 1:
+            raise FSDPValueError(
+                "set_reduce_scatter_max_input_buffers(): expected 1 or more, got "
+                f"{max_input_buffers}. Pass a number of gradients."
+            )
+        self._fsdp_set(recurse, max_reduces=max_input_buffers)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], object], *, stream: Any = None
@@ -304,16 +338,8 @@ class FSDP2Methods(UserMethods):
 
 _NO_BUFFERS = "collectives read and write flat parameters themselves, there are no buffers"
 _REFUSED: dict[str, tuple[object, str]] = {
-    "set_reduce_scatter_unused_params": (
-        True,
-        "a unit's gradients are one tensor, which has a place for each parameter",
-    ),
     "set_allocate_memory_from_process_group_for_comm": (False, _NO_BUFFERS),
     "set_symm_mem_for_comm": (None, _NO_BUFFERS),
-    "set_reduce_scatter_max_input_buffers": (
-        None,
-        "at most two reductions of a model are in flight",
-    ),
     "set_separate_reduce_scatter_group": (
         None,
         "the group is fixed when the unit is made: pass fully_shard(reduction_group=)",

@@ -199,3 +199,14 @@ def test_a_unit_for_the_head_exposes_less(rank: int) -> None:
     programs = [virtual_clock.program_of("ours", sizes, rates, has) for has in (False, True)]
     without, with_head = (run(program, rates).exposed_s for program in programs)
     assert with_head < 0.8 * without
+
+
+@pytest.mark.parametrize("peer", ["ours", "ours_graph"])
+@on_ranks(2)
+def test_the_host_calls_the_device_less_often_than_fsdp2s(rank: int, peer: str) -> None:
+    theirs, ours = map(virtual_clock.calls_per_block, ("fsdp2", peer))
+    for phase, calls in ours.items():
+        for kind in ("collectives", "events", "waits", "switches"):
+            assert calls[kind] <= theirs[phase][kind], (phase, kind)
+    if peer == "ours":  # graphs run decomposed operators here, one by one
+        assert all(sum(ours[p].values()) < sum(theirs[p].values()) for p in ours)

@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo import FSDP, ShardingStrategy
+from benchmarks.streams.program import HostWait
+from benchmarks.streams.recording import record_program
+from fsdp_dynamo import FSDP, ShardingStrategy, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 WIDTH = 8
@@ -111,6 +113,32 @@ def test_as_under_ddp(
     # A rank that holds nothing of a parameter has no say.
     assert [names & held for names in without] == [names & held for names in expected]
     assert losses == pytest.approx(expected_losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("has_zeros", [False, True])
+@on_ranks(2)
+def test_the_host_waits_once_or_never(rank: int, mode: str, has_zeros: bool) -> None:
+    """For all units at the end of a backward, to learn whether a rank had a gradient."""
+    torch.manual_seed(0)
+    model: Any = _Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(has_zeros)
+    model.choose(0, uses_gate=rank == 1)
+    run = in_mode(model, mode)
+    run(torch.ones(4, WIDTH)).backward()
+    model.zero_grad()
+    with record_program() as recorder:
+        run(torch.ones(4, WIDTH)).backward()
+    stops = [step.name for step in recorder.program if isinstance(step, HostWait)]
+    assert stops == ([] if has_zeros else ["tolist"])
+    grads = whole_gradients(model)
+    idle = {n for n, _ in model.named_parameters() if "never" in n or "experts.1" in n}
+    assert grads["gate"].any()
+    assert idle & grads.keys() == (idle if has_zeros else set())
+    assert not any(grads[name].any() for name in idle & grads.keys())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -374,13 +374,13 @@ def test_ranks_that_agree_are_compared_without_a_word(rank: int) -> None:
 
 @on_ranks(2)
 def test_an_error_of_nccl_names_the_collective(rank: int) -> None:
-    def launch() -> Any:
+    def launch(async_op: bool) -> Any:
         raise dist.DistBackendError("NCCL error: remote process exited or")
 
     group: Any = dist.group.WORLD
     collective_log.record(group, "all_gather", "blocks.0", 8, "forward")
     with pytest.raises(RankFailedError, match=r"all-gather of unit 'blocks\.0'"):
-        collectives._launched([launch], group)
+        collectives._launched([launch], group, torch.device("cpu"))
 
 
 def _killed(rank: int, world_size: int, folder: str) -> tuple[bool, tuple[str, str]]:

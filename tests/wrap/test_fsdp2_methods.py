@@ -114,7 +114,6 @@ def _others(model: Any, run: nn.Module, rank: int) -> None:
     model.set_allocate_memory_from_process_group_for_comm(False)
     if hasattr(model, "set_keep_unsharded_storage") and isinstance(model, fsdp_dynamo.FSDPModule):
         model.set_keep_unsharded_storage(True)
-        model.set_reduce_scatter_unused_params(True)
     _backwards(run, rank, 0, 1)
 
 
@@ -364,6 +363,21 @@ def test_an_optimizers_event(rank: int) -> None:
     assert recorder.program[-1] == Wait(COMPUTING, event.number)
 
 
+@on_ranks(2)
+def test_reductions_at_a_time(rank: int) -> None:
+    model = _shard(fsdp_dynamo, (2,))
+    for number in (1, 2, 3):
+        model.set_reduce_scatter_max_input_buffers(number)
+        with record_events() as log:
+            _backwards(model, rank, 0)
+        reductions = [one for one in log if one.kind == "reduce_scatter"]
+        at_a_time = [
+            sum(other.issued_ns <= one.issued_ns < other.waited_ns for other in reductions)
+            for one in reductions
+        ]
+        assert max(at_a_time) == number
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 EAGER_ONLY: dict[str, Callable[[Any], None]] = {
@@ -372,6 +386,7 @@ EAGER_ONLY: dict[str, Callable[[Any], None]] = {
     "set_keep_unsharded_storage": lambda model: model.set_keep_unsharded_storage(True),
     "forward_prefetch": lambda model: model.set_modules_to_forward_prefetch([model]),
     "backward_prefetch": lambda model: model.set_modules_to_backward_prefetch([model]),
+    "max_input_buffers": lambda model: model.set_reduce_scatter_max_input_buffers(3),
     "set_force_sum": lambda model: model.set_force_sum_reduction_for_comms(True),
     "set_all_reduce_hook": lambda model: model.set_all_reduce_hook(print),
     "set_custom_all_gather": lambda model: model.set_custom_all_gather(print),
@@ -383,9 +398,9 @@ ALWAYS: dict[str, Callable[[Any], None]] = {
     "flat parameters themselves": lambda model: (
         model.set_allocate_memory_from_process_group_for_comm(True)
     ),
-    "two reductions": lambda model: model.set_reduce_scatter_max_input_buffers(3),
+    "an int": lambda model: model.set_reduce_scatter_max_input_buffers(True),
+    "1 or more": lambda model: model.set_reduce_scatter_max_input_buffers(0),
     "reduction_group=": lambda model: model.set_separate_reduce_scatter_group(),
-    "one tensor": lambda model: model.set_reduce_scatter_unused_params(False),
     "a positive number": lambda model: model.set_gradient_divide_factor(0),
     "a bool": lambda model: model.set_reshard_after_forward(2),
     "modules of fully_shard": lambda model: model.set_modules_to_forward_prefetch([nn.ReLU()]),
