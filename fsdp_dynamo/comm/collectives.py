@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -68,11 +68,42 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return "all_to_all" if backend.name() == "gloo" else "library"
 
 
-@dataclass(frozen=True)
-class _Logged:
-    """Collective that is logged and about to be issued."""
+@dataclass
+class _Enqueued:
+    """Where a collective is enqueued.
+
+    Attributes:
+        group: its process group.
+        streams: side streams of its device, or ``None``.
+        stream: the one of them that runs it.
+    """
 
     group: dist.ProcessGroup
+    streams: SideStreams | None = field(default=None, kw_only=True)
+    stream: Any = field(default=None, kw_only=True)
+
+    def beside(self, device: torch.device, *, gathers: bool) -> AbstractContextManager[object]:
+        """Make the stream for the collective current, where there are streams."""
+        self.streams = side_streams(device)
+        if self.streams is None:
+            return nullcontext()
+        self.stream, context = self.streams.collecting(self.group, gathers=gathers)
+        return context
+
+    def end(self, works: Sequence[Work], local: Iterable[_Finish]) -> StreamEvent:
+        """Enqueue local work behind the collective; return an event behind it."""
+        for work in works:
+            work.wait()
+        for call in filter(None, local):
+            call()
+        assert self.streams is not None
+        return self.streams.after(self.stream)
+
+
+@dataclass
+class _Logged(_Enqueued):
+    """Collective that is logged and about to be issued."""
+
     entry: collective_log.Entry
     event: events.Event | None = None
 
@@ -103,33 +134,11 @@ class _Logged:
 
         ``temporary`` are buffers that nothing else refers to.
         """
-        streams = side_streams(buffers[0].device)
-        if streams is None:
+        if self.streams is None:
             kept = (*buffers, *temporary)
             return InFlight(works, kept, self.event, finish, self.group, self.entry)
-        end = _enqueued(works, streams, [finish])
+        end = self.end(works, [finish])
         return InFlight([end], buffers, self.event, None, self.group, self.entry)
-
-
-def _enqueued(
-    works: Sequence[Work],
-    streams: SideStreams,
-    local: Iterable[_Finish],
-) -> StreamEvent:
-    """Enqueue the local work of collectives behind them; return an event behind it."""
-    for work in works:
-        work.wait()
-    for call in filter(None, local):
-        call()
-    return streams.after_current()
-
-
-def _beside(
-    tensor: torch.Tensor, group: dist.ProcessGroup, *, gathers: bool
-) -> AbstractContextManager[Any]:
-    """Make a stream for a collective of this tensor's device current, where there are streams."""
-    streams = side_streams(tensor.device)
-    return nullcontext() if streams is None else streams.collecting(group, gathers=gathers)
 
 
 def issue_all_gather(
@@ -153,7 +162,7 @@ def issue_all_gather(
     """
     entry = collective_log.record(group, "all_gather", label, output.numel(), use, wire)
     logged = _Logged(group, entry, event)
-    with profiler_range("all_gather", label), _beside(output, group, gathers=True):
+    with profiler_range("all_gather", label), logged.beside(output.device, gathers=True):
         if wire is not None:
             return _issue_encoded_gather(output, shard, logged, wire, plan=plan)
         pairs, finish = _to_gather(output, shard, group, plan)
@@ -296,7 +305,7 @@ def issue_reduce_mean(
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
     entry = collective_log.record(group, kind, label, unsharded.numel(), wire=wire)
     logged = _Logged(group, entry, event)
-    with profiler_range(kind, label), _beside(output, group, gathers=False):
+    with profiler_range(kind, label), logged.beside(output.device, gathers=False):
         if wire is None:
             return _issue_reduce_mean(output, unsharded, logged, sums_only, plan, has_message)
         if output is unsharded:
@@ -353,13 +362,14 @@ def _issue_encoded_all_reduce(
     if missing := -whole.numel() % size:
         whole = torch.nn.functional.pad(whole, (0, missing))
     part = whole.new_empty(whole.numel() // size)
-    summed = _issue_encoded_mean(part, whole, _Logged(group, entry), wire, may_lack)
+    summed = _issue_encoded_mean(part, whole, replace(logged, event=None), wire, may_lack)
     logged.set_message_bytes(size * wire.num_bytes(part.numel()))
 
     def send_to_all() -> None:
         summed.wait()
         then = collective_log.record(group, "all_gather", entry.label, whole.numel(), entry.use)
-        _issue_encoded_gather(whole, part, _Logged(group, then), wire, may_lack).wait()
+        sums = replace(logged, entry=then, event=None)
+        _issue_encoded_gather(whole, part, sums, wire, may_lack).wait()
         if missing:
             output.data.view(-1).copy_(whole[:-missing])
 
@@ -419,12 +429,12 @@ def issue_custom(
 
     It may return a handle, or finish its work on the host or on the current stream.
     """
-    streams = side_streams(output.device)
-    with _beside(output, group, gathers=gathers):
-        work = comm(output, given, group, *args, async_op=streams is None)
+    enqueued = _Enqueued(group)
+    with enqueued.beside(output.device, gathers=gathers):
+        work = comm(output, given, group, *args, async_op=enqueued.streams is None)
         works: list[Work] = [work] if isinstance(work, Work) else []
-        if streams is not None:
-            works, finish = [_enqueued(works, streams, [finish])], None
+        if enqueued.streams is not None:
+            works, finish = [enqueued.end(works, [finish])], None
     return InFlight(works, (output, given), event, finish)
 
 
@@ -503,7 +513,7 @@ def issue_all_gathers(
             for output, shard, event, label, wire, plan in each
         ]
     launch = _Launch("all_gather", group, recorded, labels)
-    with _beside(outputs[0], group, gathers=True):
+    with launch.beside(outputs[0].device, gathers=True):
         for output, shard, plan in zip(outputs, shards, plans, strict=True):
             pairs, finish = _to_gather(output, shard, group, plan)
             messages = [message for message, _ in pairs]
@@ -538,7 +548,7 @@ def issue_reduce_means(
         ]
     is_scattered = outputs[0] is not unsharded[0]
     launch = _Launch("reduce_scatter" if is_scattered else "all_reduce", group, recorded, labels)
-    with _beside(outputs[0], group, gathers=False):
+    with launch.beside(outputs[0].device, gathers=False):
         for output, grad, plan in zip(outputs, unsharded, plans, strict=True):
             op, divisor = divide_first(grad, group)
             divide = divide_after(output, op, divisor)
@@ -576,14 +586,14 @@ class _Shared:
             work.wait()
 
 
-class _Launch:
+class _Launch(_Enqueued):
     """Collectives of one kind that become one launch."""
 
     def __init__(
         self, kind: str, group: dist.ProcessGroup, recorded: Events, labels: Sequence[str]
     ) -> None:
+        super().__init__(group)
         self._kind = kind
-        self._group = group
         self._recorded = recorded
         self._labels = labels
         self._calls: list[_Call] = []
@@ -606,7 +616,7 @@ class _Launch:
             finish: local work at its end.
         """
         label = self._labels[len(self._members)]
-        entry = collective_log.record(self._group, self._kind, label, numel)
+        entry = collective_log.record(self.group, self._kind, label, numel)
         self._calls += calls
         self._members.append((buffers, temporary, finish, entry))
 
@@ -614,15 +624,14 @@ class _Launch:
         """Make the calls; return a handle for each collective."""
         device = self._members[0][0][0].device
         with profiler_range(self._kind, ", ".join(self._labels)):
-            works = _launched(self._calls, self._group, device)
-        streams = side_streams(device)
-        if streams is not None:
-            end = _enqueued(works, streams, [finish for _, _, finish, _ in self._members])
+            works = _launched(self._calls, self.group, device)
+        if self.streams is not None:
+            end = self.end(works, [finish for _, _, finish, _ in self._members])
             works, self._members = [end], [(kept, (), None, e) for kept, _, _, e in self._members]
         else:
             works = [_Shared(works[0])]
         return [
-            InFlight(works, (*kept, *temporary), event, finish, self._group, entry)
+            InFlight(works, (*kept, *temporary), event, finish, self.group, entry)
             for (kept, temporary, finish, entry), event in zip(
                 self._members, self._recorded, strict=True
             )

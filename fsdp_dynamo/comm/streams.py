@@ -69,12 +69,16 @@ class SideStreams:
             return nullcontext()
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
-    @contextmanager
-    def on_followed(self, stream: Any) -> Iterator[None]:
+    def on_followed(self, stream: Any) -> AbstractContextManager[object]:
         """Make a stream current inside the context; the previous stream waits for it at the end."""
-        with self.on(stream):
+        current = self.current()
+        return nullcontext() if stream == current else self._followed(stream, current)
+
+    @contextmanager
+    def _followed(self, stream: Any, by: Any) -> Iterator[None]:
+        with self._module.stream(stream):
             yield
-        self.follow(stream)
+        by.wait_stream(stream)
 
     def follow(self, stream: Any) -> None:
         """Make the current stream wait for work enqueued on another stream so far."""
@@ -97,21 +101,25 @@ class SideStreams:
         event.record(stream)
         return event
 
-    def collecting(self, group: dist.ProcessGroup, *, gathers: bool) -> AbstractContextManager[Any]:
-        """Make a stream for a group's collective current: another one of ours stays current.
+    def collecting(
+        self, group: dist.ProcessGroup, *, gathers: bool
+    ) -> tuple[Any, AbstractContextManager[object]]:
+        """Return a stream for a group's collective, and a context in which it is current.
 
-        Otherwise it is the stream of the group's all-gathers, or of its reductions, which waits for
-        the current stream. Tensors of the current stream must be kept until that has waited for the
-        collective.
+        If the current stream is one of ours, it is that one; else the stream of the group's
+        all-gathers, or of its reductions, which waits for the current stream. Tensors of the
+        current stream must be kept until that has waited for the collective.
         """
         current = self.current()
         if current in (self._gathers, self._replicas):
-            return nullcontext()
+            return current, nullcontext()
         key = group.group_name, gathers
-        if key not in self._of_groups:
-            self._of_groups[key] = self._module.Stream(device=self._device, priority=_HIGH)
-        self._of_groups[key].wait_stream(current)
-        return self.on(self._of_groups[key])
+        stream = self._of_groups.get(key)
+        if stream is None:
+            stream = self._module.Stream(device=self._device, priority=_HIGH)
+            self._of_groups[key] = stream
+        stream.wait_stream(current)
+        return stream, self._module.stream(stream)
 
     # -- gathers -------------------------------------------------------------------------------
 
@@ -122,18 +130,18 @@ class SideStreams:
     def join(self, readers: list[Any]) -> None:
         """Make the current stream wait for the all-gathers that other streams have waited for.
 
-        ``readers`` are those streams; the current stream is added to them.
+        ``readers`` are those streams; the current stream is added to them. Then ``free_pending``.
         """
         current = self.current()
-        if current in readers:
-            return
-        if readers:
-            self.follow(readers[0])
-        readers.append(current)
+        if current not in readers:
+            if readers:
+                current.wait_stream(readers[0])
+            readers.append(current)
+        self.free_pending(current)
 
-    def free_pending(self) -> None:
+    def free_pending(self, current: Any = None) -> None:
         """Make the stream of gathers wait for readers, then free the storages of ``free_later``."""
-        waited_for = [self.current()]
+        waited_for = [current or self.current()]
         self._gathers.wait_stream(waited_for[0])
         to_free, self._to_free = self._to_free, []
         for storages, readers in to_free:

@@ -376,10 +376,9 @@ class Unit:
             flat.set_readable(True)
         streams = self._side_streams()
         if streams is not None:
-            streams.join(self._readers)
             # Earlier units are enqueued completely: gathers issued from now on may reuse the
             # storage that these have given up.
-            streams.free_pending()
+            streams.join(self._readers)
 
     def _wait_gathers(self) -> None:
         for in_flight in self._gathers:

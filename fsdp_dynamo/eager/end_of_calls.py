@@ -63,6 +63,9 @@ class EndOfCalls:
             return
         current = streams.current()
         self._stream = self._stream or current
+        if self._stream == current:
+            self._add(flat, grads)
+            return
         with streams.on(self._stream):
             streams.follow(current)
             self._add(flat, grads)

@@ -422,12 +422,12 @@ def _free_at_once(streams: SideStreams, storages: Any, readers: Any = ()) -> Non
 
 
 def _collect_at_once(streams: SideStreams, group: Any, *, gathers: bool) -> Any:
-    return streams.gathering()
+    return streams._gathers, streams.gathering()
 
 
-def _record_before_local_work(works: Any, streams: SideStreams, local: Any) -> StreamEvent:
-    end = streams.after_current()
-    ENQUEUED(works, streams, local)
+def _record_before_local_work(logged: Any, works: Any, local: Any) -> StreamEvent:
+    end: StreamEvent = logged.streams.after_current()
+    END(logged, works, local)
     return end
 
 
@@ -467,7 +467,7 @@ def _take_without_waiting(flat: FlatParameter) -> Any:
 
 WAIT_GATHERS, ISSUE = Unit._wait_gathers, Unit._issue_gathers
 INIT, FINISH = InFlight.__init__, PendingReduce.finish
-ENQUEUED = collectives._enqueued
+END = collectives._Enqueued.end
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a gather is not waited for": ("sharded", _replace(Unit, "_wait_gathers", _wait_only_beside)),
@@ -476,13 +476,13 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "unsharded parameters are of the computing stream's pool": (
         "by demand", _replace(Unit, "_issue_gathers", _allocate_on_the_computing_stream)),
     "a cast shard is given back while it is sent": (
-        "low precision by demand", _replace(SideStreams, "free_pending", lambda streams: None)),
+        "low precision by demand", _replace(SideStreams, "free_pending", lambda *_: None)),
     "a reduction is not waited for": (
         "sharded", _replace(PendingReduce, "finish", _finish_without_waiting)),
     "a reduction does not wait for its gradient": (
         "sharded", _replace(SideStreams, "collecting", _collect_at_once)),
     "copies behind a gather are not waited for": (
-        "sharded", _replace(collectives, "_enqueued", _record_before_local_work)),
+        "sharded", _replace(collectives._Enqueued, "end", _record_before_local_work)),
     "a gradient is given back while it is sent": (
         "sharded", _replace(InFlight, "__init__", _forget_buffers)),
     "offload: the host reads before the copy is there": (
@@ -498,7 +498,7 @@ IN_REPLICAS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 IN_GRAPHS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a shard's copy is gathered into memory that is in use": (
-        "offloaded", _replace(SideStreams, "free_pending", lambda streams: None)),
+        "offloaded", _replace(SideStreams, "free_pending", lambda *_: None)),
     "a copy that is not gathered is not waited for": (
         "offloaded, not sharded", _replace(StreamEvent, "wait", lambda event: None)),
 }  # fmt: skip
