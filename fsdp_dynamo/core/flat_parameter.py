@@ -370,6 +370,11 @@ class FlatParameter:
         storage = self.unsharded.untyped_storage()
         return [storage] if self.needs_storage and storage.nbytes() else []
 
+    def free(self) -> None:
+        """Free the unsharded storage at once."""
+        for storage in self.storages_to_free():
+            storage.resize_(0)
+
     def keep_shard(self, group: dist.ProcessGroup) -> None:
         """Keep this rank's part of the unsharded buffer; the ranks of ``group`` gather it again."""
         if self.is_sharded:
@@ -560,8 +565,7 @@ class FlatParameter:
             for place, part in zip(*map(self.shard_layout.split, (shard, given)), strict=True):
                 place.copy_(part)
         self.dtypes = Dtypes(*(shard.dtype if low == self.dtype else low for low in self.dtypes))
-        for storage in self.storages_to_free():
-            storage.resize_(0)
+        self.free()
         self.kept_shard = None
         self._is_readable = False
         self.dtype = shard.dtype

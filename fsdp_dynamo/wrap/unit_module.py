@@ -319,6 +319,8 @@ class UnitModule(UserMethods):
         unit = self._fsdp_own_unit
         for flat in unit.flats:
             flat.point_originals_to_shard()
+            if not unit.is_unsharded:  # deepcopy() gives an empty storage the size of its tensor
+                flat.free()
         watch_optimizers(unit.flats)
         for original in unit.originals():
             mark_managed(original.param, unit.paths.fqn_of(original.fqn))

@@ -180,6 +180,8 @@ def test_a_copy_trains_alike_and_alone(rank: int, mode: str) -> None:
     train(run, rank, steps=1)
     loss_of(run, batch(rank, 5)).backward()  # as in nn.Module, a copy has no gradients
     twin = copy.deepcopy(model)
+    buffers = [flat for unit in twin._fsdp_root.units for flat in unit.flats]
+    assert not any(flat.is_allocated for flat in buffers)
     losses, _ = train(run, rank, steps=2)
     assert train(in_mode(twin, mode), rank, steps=2)[0] == losses
     with pytest.raises(FSDPError, match="expected a copy of the outermost unit's module"):
