@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from fsdp_dynamo.comm.collective_log import profiler_range
 from fsdp_dynamo.comm.gather_plan import GatherPlan, Pair
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.point_to_point import Work
+from fsdp_dynamo.comm.registered_memory import RegisteredMemory, allocating
 from fsdp_dynamo.comm.streams import SideStreams, StreamEvent, side_streams
 from fsdp_dynamo.comm.watchdog import refusal_of
 from fsdp_dynamo.version import all_gather_single, reduce_scatter_single
@@ -106,6 +108,12 @@ class _Logged(_Enqueued):
 
     entry: collective_log.Entry
     event: events.Event | None = None
+    memory: RegisteredMemory | None = None
+
+    def prepare(self, pairs: Sequence[Pair]) -> None:
+        """Make registered memory that is read and written known to other ranks, if needed."""
+        if self.memory is not None:
+            self.memory.prepare(chain.from_iterable(pairs), self.group)
 
     def set_message_bytes(self, num_bytes: int) -> None:
         """Record how many bytes are sent, where that is not the tensor's size."""
@@ -150,6 +158,7 @@ def issue_all_gather(
     use: str = "",
     wire: WireFormat | None = None,
     plan: GatherPlan | None = None,
+    memory: RegisteredMemory | None = None,
 ) -> InFlight:
     """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``.
 
@@ -159,13 +168,17 @@ def issue_all_gather(
         wire: wire format of the shards; ``None``: uncompressed. With a format, ``plan`` packs
             everything.
         plan: where slices of the shards lie in the output; ``None``: shards in rank order.
+        memory: memory of all tensors, except for messages in a wire format; ``None``: torch's
+            default.
     """
     entry = collective_log.record(group, "all_gather", label, output.numel(), use, wire)
-    logged = _Logged(group, entry, event)
+    logged = _Logged(group, entry, event, memory)
     with profiler_range("all_gather", label), logged.beside(output.device, gathers=True):
         if wire is not None:
             return _issue_encoded_gather(output, shard, logged, wire, plan=plan)
-        pairs, finish = _to_gather(output, shard, group, plan)
+        with allocating(memory):
+            pairs, finish = _to_gather(output, shard, group, plan)
+        logged.prepare(pairs)
         messages = [message for message, _ in pairs]
         return logged.in_flight(_gather_works(pairs, logged), (output, shard), finish, messages)
 
@@ -288,6 +301,7 @@ def issue_reduce_mean(
     may_lack: bool = True,
     plan: GatherPlan | None = None,
     has_message: bool = False,
+    memory: RegisteredMemory | None = None,
 ) -> InFlight:
     """Start the mean over ranks of ``unsharded`` ``(n * world_size,)``, which may be overwritten.
 
@@ -301,10 +315,11 @@ def issue_reduce_mean(
         plan: where each rank's slices lie in ``unsharded``; ``None``: parts in rank order. Elements
             of no slice stay unchanged.
         has_message: whether the packed slices of ``unsharded`` are rank-major already.
+        memory: as for ``issue_all_gather``.
     """
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
     entry = collective_log.record(group, kind, label, unsharded.numel(), wire=wire)
-    logged = _Logged(group, entry, event)
+    logged = _Logged(group, entry, event, memory)
     with profiler_range(kind, label), logged.beside(output.device, gathers=False):
         if wire is None:
             return _issue_reduce_mean(output, unsharded, logged, sums_only, plan, has_message)
@@ -390,7 +405,9 @@ def _issue_reduce_mean(
     if output is unsharded:
         call = partial(dist.all_reduce, unsharded, op, group=group)
         return logged.in_flight(_launched([call], group, output.device), (unsharded,), divide)
-    pairs = _to_reduce(output, unsharded, group, plan, has_message)
+    with allocating(logged.memory):
+        pairs = _to_reduce(output, unsharded, group, plan, has_message)
+    logged.prepare(pairs)
     parts = [part for _, part in pairs]
     messages = [whole for whole, _ in pairs]
     transport = transport_of(group, unsharded.device)
@@ -415,27 +432,70 @@ def _reduce_calls(pairs: Sequence[Pair], op: Any, group: dist.ProcessGroup) -> l
     return [partial(reduce_scatter_single, part, whole, op, group=group) for whole, part in pairs]
 
 
-def issue_custom(
-    comm: Callable[..., Any],
+def issue_custom_gather(
+    comm: Any,
     output: torch.Tensor,
-    given: torch.Tensor,
+    shard: torch.Tensor,
     group: dist.ProcessGroup,
-    *args: object,
-    gathers: bool,
-    event: events.Event | None = None,
-    finish: _Finish = None,
+    event: events.Event | None,
+    plan: GatherPlan,
 ) -> InFlight:
-    """Start a collective of the user's: FSDP2's ``AllGather`` or ``ReduceScatter``.
+    """Gather with the user's ``AllGather``, in place in a tensor of its ``allocate``."""
+    size = group.size()
+    enqueued = _Enqueued(group)
+    with enqueued.beside(output.device, gathers=True):
+        message = comm.allocate((output.numel(),), dtype=output.dtype, device=output.device)
+        given = message.view(size, -1)[group.rank()].copy_(shard)
+        copy_out: _Finish = partial(plan.copy_out, output, message, size)
+        if plan.is_one_slice:
+            copy_out = partial(output.copy_, message)
+        call = partial(comm, message, given, group)
+        return _issue_custom(call, enqueued, (output, shard), [message], event, copy_out)
+
+
+def issue_custom_mean(
+    comm: Any,
+    output: torch.Tensor,
+    grad: torch.Tensor,
+    group: dist.ProcessGroup,
+    event: events.Event | None,
+    sums_only: bool,
+) -> InFlight:
+    """Reduce a rank-major gradient with the user's ``ReduceScatter``, in tensors it allocates."""
+    where: dict[str, Any] = {"dtype": grad.dtype, "device": grad.device}
+    enqueued = _Enqueued(group)
+    with enqueued.beside(output.device, gathers=False):
+        op, divisor = divide_first(grad, group, sums_only)
+        divide = divide_after(output, op, divisor)
+        given = comm.allocate((grad.numel(),), **where).copy_(grad)
+        part = comm.allocate((output.numel(),), **where)
+
+        def finish() -> None:
+            output.copy_(part)
+            if divide is not None:
+                divide()
+
+        call = partial(comm, part, given, group, op)
+        return _issue_custom(call, enqueued, (output, grad), [part, given], event, finish)
+
+
+def _issue_custom(
+    call: Callable[..., Any],
+    enqueued: _Enqueued,
+    buffers: Sequence[torch.Tensor],
+    temporary: Sequence[torch.Tensor],
+    event: events.Event | None,
+    finish: _Finish,
+) -> InFlight:
+    """Start a collective of the user's on the current stream; for the buffers see ``in_flight``.
 
     It may return a handle, or finish its work on the host or on the current stream.
     """
-    enqueued = _Enqueued(group)
-    with enqueued.beside(output.device, gathers=gathers):
-        work = comm(output, given, group, *args, async_op=enqueued.streams is None)
-        works: list[Work] = [work] if isinstance(work, Work) else []
-        if enqueued.streams is not None:
-            works, finish = [enqueued.end(works, [finish])], None
-    return InFlight(works, (output, given), event, finish)
+    work = call(async_op=enqueued.streams is None)
+    works: list[Work] = [work] if isinstance(work, Work) else []
+    if enqueued.streams is None:
+        return InFlight(works, (*buffers, *temporary), event, finish)
+    return InFlight([enqueued.end(works, [finish])], buffers, event)
 
 
 def _sum_parts(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_dynamo.comm.registered_memory import RegisteredMemory
 from fsdp_dynamo.core.flat_layout import FlatLayout, ShardLayout, has_value
 from fsdp_dynamo.core.original_parameter import OriginalParameter, put_grad
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
@@ -368,6 +369,10 @@ _EAGER_ONLY = {
     "all_reduce_hook": ("set_all_reduce_hook()", _NODES),
     "all_gather": ("set_custom_all_gather()", _PLANNED),
     "reduce_scatter": ("set_custom_reduce_scatter()", _NODES),
+    "memory": (
+        "set_allocate_memory_from_process_group_for_comm(True) or set_symm_mem_for_comm()",
+        _BUFFERS,
+    ),
 }
 """Settings that a whole graph cannot follow: their setters, and the reasons."""
 
@@ -394,6 +399,7 @@ class UnitSettings:
         all_reduce_hook: called with each reduced gradient before ``.grad`` gets it.
         all_gather: FSDP2's ``AllGather`` that replaces ours.
         reduce_scatter: FSDP2's ``ReduceScatter`` that replaces ours.
+        memory: memory of the tensors that collectives read and write; ``None``: torch's default.
     """
 
     reduces: bool = True
@@ -412,6 +418,18 @@ class UnitSettings:
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
     all_gather: Callable[..., Any] | None = None
     reduce_scatter: Callable[..., Any] | None = None
+    memory: RegisteredMemory | None = None
+
+    @property
+    def gather_memory(self) -> RegisteredMemory | None:
+        """Memory of all-gathers; collectives of the user's have their own."""
+        return self.memory if self.all_gather is None else None
+
+    @property
+    def reduce_memory(self) -> RegisteredMemory | None:
+        """Memory of reductions; for symmetric memory, NCCL has kernels for sums but not means."""
+        is_used = self.memory is not None and (self.sums_only or not self.memory.is_symmetric)
+        return self.memory if is_used and self.reduce_scatter is None else None
 
     def eager_only(self) -> tuple[str, str] | None:
         """Return a changed setting that a whole graph cannot follow: its setter, and the reason."""

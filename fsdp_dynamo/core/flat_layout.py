@@ -268,33 +268,27 @@ class FlatLayout:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def messages(
+    def fill_messages(
         self,
+        flat: torch.Tensor,
         values: Sequence[torch.Tensor | None],
         plan: GatherPlan,
         size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        """Build the input of a reduce-scatter from values of the parameters' shapes, in one copy.
+    ) -> None:
+        """Write values of the parameters' shapes into the input of a reduce-scatter, in one copy.
 
-        Gaps and padding are zero, parameters without a value ``NO_VALUE``. ``size`` is the number
-        of ranks, a divisor of ``world_size``.
-
-        Returns:
-            ``(padded_numel,)``: direct slices as in the unsharded buffer, packed pieces in
-                rank-major
-            order (``GatherPlan``).
+        In ``flat`` ``(padded_numel,)``, direct slices lie as in the unsharded buffer, and packed
+        pieces in rank-major order (``GatherPlan``). Gaps and padding become zero, parameters
+        without a value ``NO_VALUE``. ``size`` is the number of ranks, a divisor of ``world_size``.
         """
         if not plan.widths:
-            flat = torch.empty(self.padded_numel, dtype=dtype, device=device)
             self.fill(flat, values)
-            return flat
+            return
         values = self._with_copies(values)
         fills_all = self.padding_numel == 0 and not plan.packed_start and not plan.blocks
         if fills_all and all(value is not None for value in values):
-            return self._concatenated(values, size, dtype)
-        flat = torch.empty(self.padded_numel, dtype=dtype, device=device)
+            self._concatenate(flat.view(size, -1), values)
+            return
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for slot, room, value in zip(self.slots, self._rooms, values, strict=True):
@@ -314,7 +308,6 @@ class FlatLayout:
                 sources += [one.view_as(to) for one, to in zip(pieces, places, strict=True)]
         if targets:
             torch._foreach_copy_(targets, sources)
-        return flat
 
     def _places(
         self, flat: torch.Tensor, slot: Slot, room: int, plan: GatherPlan, size: int
@@ -355,16 +348,17 @@ class FlatLayout:
                 expanded[index] = expanded[index].reshape(-1)  # type: ignore[union-attr]
         return expanded
 
-    def _concatenated(
-        self, values: Sequence[torch.Tensor | None], size: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Build ``messages`` with one ``cat``, for values that leave no gaps."""
+    def _concatenate(self, rows: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+        """Write messages ``(ranks, numel)`` with one ``cat``, of values that leave no gaps."""
+        size = rows.shape[0]
         pieces: list[Any] = [None] * len(values)
         for index, value in zip(self.split_slots, values, strict=True):
             width = self.split_sizes[index] // size
             pieces[index] = value.reshape(size, width)  # type: ignore[union-attr]
-        message = torch.cat(pieces, 1)
-        return message.view(-1) if message.dtype == dtype else message.view(-1).to(dtype)
+        if pieces[0].dtype == rows.dtype:
+            torch.cat(pieces, 1, out=rows)
+        else:
+            rows.copy_(torch.cat(pieces, 1))
 
 
 def size_per_rank(size: int, world_size: int) -> int:

@@ -49,6 +49,7 @@ from fsdp_dynamo.comm.collectives import all_gather
 from fsdp_dynamo.comm.gather_plan import GatherPlan
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import Groups, Hierarchy, served_device
+from fsdp_dynamo.comm.registered_memory import allocating
 from fsdp_dynamo.comm.streams import StreamEvent, side_streams
 from fsdp_dynamo.core.accumulation import UnshardedSum
 from fsdp_dynamo.core.dtensors import (
@@ -400,9 +401,12 @@ class FlatParameter:
         return kept.tensor, kept.group
 
     def shard_to_gather(self) -> torch.Tensor:
-        """Return the send buffer: the shard itself, or its low-precision copy."""
+        """Return the send buffer: the shard itself, or a copy in low precision or other memory."""
         shard = self.shard_on_device()
-        return shard if self.param_dtype == self.dtype else shard.to(self.param_dtype)
+        is_elsewhere = self.grad_sum.settings.gather_memory is not None and not self.is_offloaded
+        if self.param_dtype == self.dtype and not is_elsewhere:
+            return shard
+        return shard.to(self.param_dtype, copy=True)
 
     def shard_on_device(self) -> torch.Tensor:
         """Return the shard on the device of the collectives; parameters must have values."""
@@ -451,32 +455,42 @@ class FlatParameter:
 
     def grad_to_reduce(self, grads: Sequence[torch.Tensor | None]) -> UnshardedGrad:
         """Return the unsharded gradient, ``grad_sum`` included, in ``reduce_dtype``."""
+        # Tensors that only some ranks need do not come from the pool: see `registered_memory`.
+        with allocating(self.grad_sum.settings.reduce_memory):
+            flat = torch.empty(
+                self.layout.padded_numel, dtype=self.reduce_dtype, device=self.device
+            )
         total = None if self.grad_sum.total is None else self.grad_sum.take()
         if total is None and self.is_sharded:
             size = self.layout.world_size if self.hierarchy is None else self.hierarchy.node.size()
-            flat = self.layout.messages(
-                grads, self.reduce_plan, size, self.reduce_dtype, self.device
-            )
+            self.layout.fill_messages(flat, grads, self.reduce_plan, size)
             return UnshardedGrad(flat, has_message=True)
-        if total is None:
-            return UnshardedGrad(self._concatenated(grads, self.reduce_dtype))
-        flat = self._concatenated(grads, self.sum_dtype).add_(total)
-        # A graph whose backward is still to come may hold the sum: it must not add it again.
-        total.data.fill_(NO_VALUE)
-        return UnshardedGrad(flat.to(self.reduce_dtype))
+        in_place = total is None or self.sum_dtype == self.reduce_dtype
+        summed = flat if in_place else torch.empty_like(flat, dtype=self.sum_dtype)
+        self.layout.fill(summed, grads)
+        if total is not None:
+            summed.add_(total)
+            # A graph whose backward is still to come may hold the sum: it must not add it again.
+            total.data.fill_(NO_VALUE)
+        return UnshardedGrad(flat if in_place else flat.copy_(summed))
+
+    def sum_to_reduce(self, total: torch.Tensor) -> UnshardedGrad:
+        """Return a copy of a sum of gradients, in ``reduce_dtype``."""
+        with allocating(self.grad_sum.settings.reduce_memory):
+            return UnshardedGrad(total.to(self.reduce_dtype, copy=True))
+
+    def new_shard(self, plan: GatherPlan, grad: torch.Tensor) -> torch.Tensor:
+        """Tensor ``(plan.shard_numel,)`` for the reduction of a gradient to write to."""
+        with allocating(self.grad_sum.settings.reduce_memory):
+            return plan.new_shard(grad)
 
     def keep_grads(
         self, grads: Sequence[torch.Tensor | None], unused: Collection[int] = frozenset()
     ) -> None:
         """Add gradients to ``grad_sum`` for the reduction of a later step, under ``no_grad``."""
-        self.grad_sum.add(self._concatenated(grads, self.sum_dtype), unused)
-
-    def _concatenated(
-        self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype
-    ) -> torch.Tensor:
-        flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        flat = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
         self.layout.fill(flat, grads)
-        return flat
+        self.grad_sum.add(flat, unused)
 
     def as_grad(self, sharded_grad: torch.Tensor) -> torch.Tensor:
         wanted = self.grad_dtype

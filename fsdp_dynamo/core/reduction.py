@@ -105,7 +105,7 @@ def issue_reduce(
         return PendingReduce(flat, InFlight([]), given.flat, is_partial=is_partial)
     if flat.comm_hook is not None:
         return _call_comm_hook(flat, flat.comm_hook, given)
-    output = flat.layout.plan.new_shard(given.flat) if flat.is_sharded else given.flat
+    output = flat.new_shard(flat.layout.plan, given.flat) if flat.is_sharded else given.flat
     wire = flat.wires.reduce if flat.is_sharded else flat.wires.replicas
     in_flight = _issue_mean(flat, groups[0], output, given, wire, has_unused, flat.reduce_plan)
     over_replicas = None
@@ -120,7 +120,7 @@ def _call_comm_hook(
     """Reduce with the user's hook, which blocks."""
     grad = output = given.flat
     if flat.is_sharded:
-        output = flat.layout.plan.new_shard(grad)
+        output = flat.new_shard(flat.layout.plan, grad)
         if not given.has_message:
             grad = flat.reduce_plan.message_of(grad, flat.group.size())
     event = _begin(flat, output, grad)
@@ -135,9 +135,9 @@ def _issue_on_levels(
 ) -> PendingReduce:
     """Start the mean in the node; the mean between nodes follows, in the wire format."""
     in_node, plan = flat.reduce_plans
-    secondary = in_node.new_shard(given.flat)
+    secondary = flat.new_shard(in_node, given.flat)
+    output = flat.new_shard(plan, given.flat)  # the first mean waits for it, so the second does
     in_flight = _issue_mean(flat, hierarchy.node, secondary, given, plan=in_node)
-    output = plan.new_shard(given.flat)
     between = partial(
         _issue_mean,
         flat,
@@ -164,8 +164,7 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
         frozen = waiting.frozen_since()
         if not frozen:
             continue
-        grad = waiting.take_of(frozen).to(flat.reduce_dtype)
-        pending = issue_reduce(flat, UnshardedGrad(grad))
+        pending = issue_reduce(flat, flat.sum_to_reduce(waiting.take_of(frozen)))
         pending.unused = set(range(len(flat.originals))) - frozen
         reduced = pending.finish()
         if reduced is not None:
@@ -252,13 +251,12 @@ def _issue_mean(
             may_lack=has_unused,
             plan=plan,
             has_message=given.has_message,
+            memory=settings.reduce_memory,
         )
     if plan is not None and not given.has_message:
         grad = plan.message_of(grad, group.size())
-    op, divisor = collectives.divide_first(grad, group, settings.sums_only)
-    divide = collectives.divide_after(output, op, divisor)
-    return collectives.issue_custom(
-        settings.reduce_scatter, output, grad, group, op, gathers=False, event=event, finish=divide
+    return collectives.issue_custom_mean(
+        settings.reduce_scatter, output, grad, group, event, settings.sums_only
     )
 
 
@@ -342,7 +340,7 @@ class ReduceQueue:
         total = flat.grad_sum.take()
         if total is not None:
             self.make_room(flat.grad_sum.settings.max_reduces)
-            self.issue(flat, UnshardedGrad(total.to(flat.reduce_dtype, copy=True)), unused)
+            self.issue(flat, flat.sum_to_reduce(total), unused)
             # A graph whose backward is still to come may hold the sum: it must not add it again.
             total.data.fill_(NO_VALUE)
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from fsdp_dynamo.api import (
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import Groups, Hierarchy
+from fsdp_dynamo.comm.registered_memory import allocating
 from fsdp_dynamo.comm.streams import SideStreams, side_streams, time_events_on
 from fsdp_dynamo.core.accumulation import UnitSettings
 from fsdp_dynamo.core.flat_parameter import FlatParameter, KeptShard
@@ -218,7 +218,9 @@ class Unit:
                 self._gathers.append(InFlight([streams.after_gathers()]))
 
     def _issue_gathers(self, phase: events.Phase) -> None:
-        outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
+        memory = self.settings.gather_memory
+        with allocating(memory):
+            outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
         if events.recorder is not None and outputs:
             num_bytes = sum(output.nbytes for _, output in outputs)
             events.instant(self.fqn, "unshard", phase, num_bytes)
@@ -227,7 +229,8 @@ class Unit:
                 self._gather_secondary(flat, flat.hierarchy, phase)
             has_kept = self._has_kept_shards or flat.hierarchy is not None
             kept = flat.kept_shard_to_gather() if has_kept else None
-            shard, group = kept or (flat.shard_to_gather(), flat.group)
+            with allocating(memory):
+                shard, group = kept or (flat.shard_to_gather(), flat.group)
             if flat.is_sharded:
                 wire = None if kept else flat.gather_wire
                 gather = self._issue_gather(flat, output, shard, group, phase, wire)
@@ -249,23 +252,25 @@ class Unit:
         plan = flat.gather_plan(shard.numel(), is_packed=custom is not None or wire is not None)
         if custom is None:
             return collectives.issue_all_gather(
-                output, shard, group, event, self.fqn, wire=wire, plan=plan
+                output,
+                shard,
+                group,
+                event,
+                self.fqn,
+                wire=wire,
+                plan=plan,
+                memory=self.settings.gather_memory,
             )
-        if plan.is_one_slice:
-            return collectives.issue_custom(custom, output, shard, group, gathers=True, event=event)
-        message = torch.empty_like(output)
-        finish = partial(plan.copy_out, output, message, group.size())
-        return collectives.issue_custom(
-            custom, message, shard, group, gathers=True, event=event, finish=finish
-        )
+        return collectives.issue_custom_gather(custom, output, shard, group, event, plan)
 
     def keep_shards(self) -> None:
         """Keep this rank's post-forward shards before a reshard, if the user asked for them."""
         group = self.settings.regathers_among
         if group is not None and self.is_unsharded:
             self._has_kept_shards = True
-            for flat in self.flats:
-                flat.keep_shard(group)
+            with allocating(self.settings.gather_memory):
+                for flat in self.flats:
+                    flat.keep_shard(group)
 
     # -- secondary shards --------------------------------------------------------------------
 
@@ -287,8 +292,9 @@ class Unit:
             return
         streams, across = self._side_streams(), hierarchy.across
         with nullcontext() if streams is None else streams.gathering_between_nodes():
-            shard = flat.shard_to_gather()
-            secondary = shard.new_empty(shard.numel() * across.size())
+            with allocating(self.settings.gather_memory):
+                shard = flat.shard_to_gather()
+                secondary = shard.new_empty(shard.numel() * across.size())
             in_flight = self._issue_gather(flat, secondary, shard, across, phase, flat.gather_wire)
         flat.kept_shard = KeptShard(secondary, hierarchy.node, in_flight)
 
@@ -390,6 +396,15 @@ class Unit:
         streams = self._side_streams()
         if streams is not None:
             streams.free_pending()
+
+    def free_buffers(self) -> None:
+        """Free what gathers have allocated, so that later gathers allocate anew."""
+        self.reshard("forward")
+        self.drop_secondary()
+        self.drop_kept_shards()
+        self.sync_gathers()  # frees resharded storage
+        for flat in self.flats:
+            flat.free()  # set_keep_unsharded_storage()
 
     def reshard(self, phase: events.Phase) -> None:
         """Free the unsharded buffers."""

@@ -11,16 +11,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 
 from fsdp_dynamo import module_tree
+from fsdp_dynamo.comm import registered_memory
+from fsdp_dynamo.comm.registered_memory import RegisteredMemory
 from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.core.unit import Unit, refuse_formats
 from fsdp_dynamo.eager.schedule import Root
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError, unit_name
+from fsdp_dynamo.errors import (
+    FSDPStateError,
+    FSDPTypeError,
+    FSDPValueError,
+    UnsupportedError,
+    unit_name,
+)
 from fsdp_dynamo.wrap.build import set_composable_state
 from fsdp_dynamo.wrap.user_methods import UserMethods
+
+_MakeMemory = Callable[[Sequence[dist.ProcessGroup], torch.device], RegisteredMemory | None]
 
 
 class UnshardHandle(fsdp.UnshardHandle):
@@ -295,10 +306,16 @@ class FSDP2Methods(UserMethods):
         """Gather this unit's parameters with the user's collective (eager and hooks mode).
 
         Args:
-            comm: an ``AllGather`` of ``torch.distributed.fsdp``. Its ``allocate`` is not called.
-                The input is the shard, the output all ranks' shards in rank order. The unit waits
-                for work on the current stream, and for a handle that ``comm`` returns.
+            comm: FSDP2's ``AllGather``. Its ``allocate`` makes the output of each call, all ranks'
+                shards in rank order; the input is this rank's place in it. The unit waits for work
+                on the current stream, and for a handle that ``comm`` returns, and copies the output
+                to the parameters.
+
+        Raises:
+            FSDPTypeError: ``comm`` has no ``allocate``.
+            UnsupportedError: the unit's all-gather has a wire format.
         """
+        _require_allocate(comm, "set_custom_all_gather()")
         refuse_formats([self._fsdp_unit], "all_gather", "set_custom_all_gather()")
         self._fsdp_set(False, all_gather=comm)
 
@@ -306,12 +323,88 @@ class FSDP2Methods(UserMethods):
         """Reduce this unit's gradients with the user's collective (eager and hooks mode).
 
         Args:
-            comm: a ``ReduceScatter`` of ``torch.distributed.fsdp``. Its ``allocate`` is not called.
-                The input has all ranks' parts in rank order. The unit waits as for
-                ``set_custom_all_gather()``.
+            comm: FSDP2's ``ReduceScatter``. Its ``allocate`` makes the input of each call, all
+                ranks' parts in rank order, then the output. The unit waits as for
+                ``set_custom_all_gather()``, and copies the output to its gradients.
+
+        Raises:
+            FSDPTypeError: ``comm`` has no ``allocate``.
+            UnsupportedError: the unit's reduce-scatter has a wire format.
         """
+        _require_allocate(comm, "set_custom_reduce_scatter()")
         refuse_formats([self._fsdp_unit], "reduce_scatter", "set_custom_reduce_scatter()")
         self._fsdp_set(False, reduce_scatter=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Allocate what this unit's collectives read and write with NCCL's allocator, registered.
+
+        Eager and hooks mode. Each gather sends a copy of the shard. The setting has no effect where
+        the group's backend has no allocator for the device, as gloo. Every rank must call it. Not
+        run on a GPU yet.
+
+        Args:
+            enable: ``False`` restores torch's default allocator.
+
+        Raises:
+            FSDPStateError: the unit is in its forward or backward, has a collective of the user's,
+                or ``set_symm_mem_for_comm()`` was called.
+        """
+        name = "set_allocate_memory_from_process_group_for_comm()"
+        self._fsdp_use_memory(name, registered_memory.memory_of if enable else None)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather this unit's parameters in symmetric memory, and reduce its gradients there.
+
+        Eager and hooks mode. NCCL's kernels for symmetric memory only compute sums: gradients stay
+        in other memory without ``set_force_sum_reduction_for_comms(True)``. Each gather sends a
+        copy of the shard. Every rank must call the method, and ``zero_grad()`` at the same points
+        of the program, because ranks have to allocate symmetric memory in the same order. Not run
+        on a GPU yet.
+
+        Args:
+            backend: must be ``"NCCL"``.
+
+        Raises:
+            FSDPStateError: the unit is in its forward or backward, has a collective of the user's,
+                or ``set_allocate_memory_from_process_group_for_comm(True)`` was called.
+            UnsupportedError: another backend, or parameters that NCCL does not serve.
+        """
+        name, unit = "set_symm_mem_for_comm()", self._fsdp_unit
+        for flat in unit.flats[:1]:
+            is_served = registered_memory.has_symmetric_memory(flat.group, flat.device)
+            if backend != "NCCL" or not is_served:
+                served_by = dist.get_backend(flat.group)
+                raise UnsupportedError(
+                    f"{name}, {unit_name(unit.fqn)}: expected backend='NCCL', and parameters on a "
+                    f"CUDA device in a process group of backend nccl, got {backend!r}, and "
+                    f"parameters on {flat.device} in a group of backend {served_by}. Leave the "
+                    "call out where NCCL is not used."
+                )
+        self._fsdp_use_memory(name, registered_memory.symmetric_memory, is_symmetric=True)
+
+    def _fsdp_use_memory(
+        self, name: str, make: _MakeMemory | None, *, is_symmetric: bool = False
+    ) -> None:
+        """Use the memory that ``make`` returns, or torch's; ``name`` is the user's call."""
+        unit, got = self._fsdp_unit, ""
+        settings = unit.settings
+        if settings.all_gather is not None or settings.reduce_scatter is not None:
+            got = "a collective of your own, whose allocate() makes its tensors"
+        elif settings.memory is not None and settings.memory.is_symmetric is not is_symmetric:
+            got = "memory of another kind, which an earlier call has set"
+        if got:
+            raise FSDPStateError(
+                f"{name}, {unit_name(unit.fqn)}: expected collectives that allocate with torch's "
+                f"default allocator, got {got}. Leave one of the two calls out."
+            )
+        communicators = [group for group in unit.config.groups.communicators if group.size() > 1]
+        memory = None
+        if make is not None and communicators and unit.flats:
+            memory = make(communicators, unit.flats[0].device)
+        if memory != settings.memory:
+            unit.require_idle(name)
+            unit.free_buffers()
+            self._fsdp_set(False, memory=memory)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make the current stream, and so the next all-gathers, wait for an optimizer step.
@@ -336,10 +429,7 @@ class FSDP2Methods(UserMethods):
         self._fsdp_root.reset()
 
 
-_NO_BUFFERS = "collectives read and write flat parameters themselves, there are no buffers"
 _REFUSED: dict[str, tuple[object, str]] = {
-    "set_allocate_memory_from_process_group_for_comm": (False, _NO_BUFFERS),
-    "set_symm_mem_for_comm": (None, _NO_BUFFERS),
     "set_separate_reduce_scatter_group": (
         None,
         "the group is fixed when the unit is made: pass fully_shard(reduction_group=)",
@@ -368,6 +458,14 @@ def _refusing(name: str, accepted: object, reason: str) -> Callable[..., None]:
 
 for _name, (_accepted, _reason) in _REFUSED.items():
     setattr(FSDP2Methods, _name, _refusing(_name, _accepted, _reason))
+
+
+def _require_allocate(comm: object, where: str) -> None:
+    if not hasattr(comm, "allocate"):
+        raise FSDPTypeError(
+            f"{where}: expected a collective of FSDP2's interface, which has a method allocate(), "
+            f"got {comm!r}. Define allocate(size, *, dtype, device)."
+        )
 
 
 def _units_of(modules: Sequence[Any]) -> tuple[Unit, ...]:

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from loops import error_of, fit_squares
 from modes import in_mode
 from pool import RankPool, on_ranks
@@ -24,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from user_collectives import gather_of_the_user, scatter_of_the_user
 
 from fsdp_dynamo import (
     FSDP,
@@ -175,14 +175,6 @@ def _loss_in_double(model: nn.Module, seed: int) -> torch.Tensor:
     return loss
 
 
-def _gather(output: Any, shard: Any, group: Any, async_op: bool) -> dist.Work | None:
-    return dist.all_gather_into_tensor(output, shard, group, async_op)
-
-
-def _scatter(output: Any, given: Any, group: Any, op: Any, async_op: bool) -> dist.Work | None:
-    return dist.reduce_scatter_tensor(output, given, op, group, async_op)
-
-
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
@@ -219,8 +211,8 @@ def test_sharded_otherwise(rank: int, kind: str, mode: str) -> None:
     model = _sharded(plain, **kwargs)
     if "collectives" in kind:
         for unit in (model[1], model[2], model):
-            unit.set_custom_all_gather(_gather)
-            unit.set_custom_reduce_scatter(_scatter)
+            unit.set_custom_all_gather(gather_of_the_user())
+            unit.set_custom_reduce_scatter(scatter_of_the_user())
     assert model[1].down.placements == placements
     _train_and_compare(plain, model, in_mode(model, mode), rank)
 

@@ -16,6 +16,7 @@ from modes import in_mode
 from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from user_collectives import gather_of_the_user, scatter_of_the_user
 
 from benchmarks.streams import recorder as recorders
 from benchmarks.streams.order import unordered
@@ -34,6 +35,7 @@ from fsdp_dynamo import (
 from fsdp_dynamo.comm import collectives, streams
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import part_of
+from fsdp_dynamo.comm.registered_memory import RegisteredMemory
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.reduction import PendingReduce
@@ -382,25 +384,20 @@ def test_units_on_two_streams_at_once(rank: int, case: str, is_shared: bool) -> 
     assert torch.equal(torch.stack(got), torch.stack(expected))
 
 
-class _OnCurrentStream:
-    """FSDP2's ``AllGather`` or ``ReduceScatter`` that does its work and returns nothing."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, output: Any, given: Any, group: Any, *args: Any, async_op: bool) -> None:
-        collective = getattr(collectives, self._name)
-        collective(output, given, *args, group=group, async_op=False)
-
-
-@pytest.mark.parametrize("case", ["sharded", "on nodes"])
+@pytest.mark.parametrize("case", ["sharded", "on nodes", "gathered again among few"])
+@pytest.mark.parametrize("memory", ["the user's", "registered"])
 @on_ranks(4)
-def test_collectives_of_the_user_on_the_current_stream(rank: int, case: str) -> None:
-    model = _wrapped(case)
+def test_tensors_of_collectives_in_other_memory(rank: int, case: str, memory: str) -> None:
+    """Of the user's collectives, which work on the current stream, and of registered pools."""
+    model, _ = _built(case, "eager", is_direct=memory == "registered")
     for unit in model._fsdp_root.units:
-        unit.settings.all_gather = _OnCurrentStream("all_gather_single")
-        unit.settings.reduce_scatter = _OnCurrentStream("reduce_scatter_single")
-    with record_program() as recorder:
+        if memory == "registered":
+            unit.settings.memory = RegisteredMemory(None, torch.device("cpu"))
+        else:
+            unit.settings.all_gather = gather_of_the_user()
+            unit.settings.reduce_scatter = scatter_of_the_user()
+    use_no_pool = mock.patch.object(torch.cuda, "use_mem_pool", return_value=nullcontext())
+    with use_no_pool, record_program() as recorder:
         _train(model, model, rank, 0, case, "eager")
     assert unordered(recorder.program) == []
     streams = {

@@ -28,6 +28,7 @@ from modes import in_mode
 from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from user_collectives import gather_of_the_user, scatter_of_the_user
 
 from fsdp_dynamo import (
     FSDP,
@@ -354,8 +355,8 @@ def test_refused(rank: int) -> None:
     composable = fully_shard(nn.Linear(4, 4), collective_precision=both)
     for replace in (
         lambda: wrapped.register_comm_hook(None, lambda *_: None),
-        lambda: composable.set_custom_all_gather(lambda *_: None),
-        lambda: composable.set_custom_reduce_scatter(lambda *_: None),
+        lambda: composable.set_custom_all_gather(gather_of_the_user()),
+        lambda: composable.set_custom_reduce_scatter(scatter_of_the_user()),
     ):
         with pytest.raises(FSDPError, match="collective_precision with 'int8'"):
             replace()

@@ -16,12 +16,13 @@ from modes import in_mode
 from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from user_collectives import gather_of_the_user, scatter_of_the_user
 
 import fsdp_dynamo
 from benchmarks.streams.program import COMPUTING, Wait
 from benchmarks.streams.recording import record_program
 from fsdp_dynamo import FSDP, FSDPError, StateDictType, fully_shard, record_events
-from fsdp_dynamo.version import all_gather_single, reduce_scatter_single
+from fsdp_dynamo.comm.registered_memory import RegisteredMemory
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 POLICY = ModuleWrapPolicy({Block})
@@ -111,7 +112,7 @@ def _sums(model: Any, run: nn.Module, rank: int) -> None:
 
 
 def _others(model: Any, run: nn.Module, rank: int) -> None:
-    model.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_allocate_memory_from_process_group_for_comm(True)  # gloo has no allocator
     if hasattr(model, "set_keep_unsharded_storage") and isinstance(model, fsdp_dynamo.FSDPModule):
         model.set_keep_unsharded_storage(True)
     _backwards(run, rank, 0, 1)
@@ -312,26 +313,13 @@ def test_an_embedding_is_not_gathered_for_its_backward(rank: int) -> None:
 # -- the user's collectives, handles ---------------------------------------------------------------
 
 
-class _Comm:
-    """FSDP2's ``AllGather`` or ``ReduceScatter``; without a handle it returns ``None``."""
-
-    def __init__(self, collective: Callable[..., Any], has_handle: bool) -> None:
-        self.collective = collective
-        self.has_handle = has_handle
-        self.calls = 0
-
-    def __call__(self, output: Any, given: Any, group: Any, *args: Any, async_op: bool) -> Any:
-        self.calls += 1
-        return self.collective(output, given, *args, group=group, async_op=self.has_handle)
-
-
 @pytest.mark.parametrize("has_handle", [True, False])
 @on_ranks(2)
 def test_collectives_and_ends_by_the_user(rank: int, has_handle: bool) -> None:
     expected = train(make_transformer(num_blocks=2), 0, steps=2)[0]
     model: Any = fully_shard(make_transformer(num_blocks=2), policy=POLICY)
-    gather = _Comm(all_gather_single, has_handle)
-    scatter = _Comm(reduce_scatter_single, has_handle)
+    gather = gather_of_the_user(has_handle=has_handle)
+    scatter = scatter_of_the_user(has_handle=has_handle)
     model.blocks[0].set_custom_all_gather(gather)
     model.blocks[0].set_custom_reduce_scatter(scatter)
     assert train(model, 0, steps=2)[0] == pytest.approx(expected, rel=1e-6)
@@ -389,15 +377,22 @@ EAGER_ONLY: dict[str, Callable[[Any], None]] = {
     "max_input_buffers": lambda model: model.set_reduce_scatter_max_input_buffers(3),
     "set_force_sum": lambda model: model.set_force_sum_reduction_for_comms(True),
     "set_all_reduce_hook": lambda model: model.set_all_reduce_hook(print),
-    "set_custom_all_gather": lambda model: model.set_custom_all_gather(print),
-    "set_custom_reduce_scatter": lambda model: model.set_custom_reduce_scatter(print),
-}
-ALWAYS: dict[str, Callable[[Any], None]] = {
-    "current stream": lambda model: model.set_all_reduce_hook(print, stream=1),
-    "there are no buffers": lambda model: model.set_symm_mem_for_comm(),
-    "flat parameters themselves": lambda model: (
-        model.set_allocate_memory_from_process_group_for_comm(True)
+    "set_symm_mem_for_comm": lambda model: model._fsdp_set(
+        False, memory=RegisteredMemory(None, torch.device("cpu"))
     ),
+    "set_custom_all_gather": lambda model: model.set_custom_all_gather(gather_of_the_user()),
+    "set_custom_reduce_scatter": lambda model: model.set_custom_reduce_scatter(
+        scatter_of_the_user()
+    ),
+}
+ALWAYS: dict[str, Callable[[Any], object]] = {
+    "current stream": lambda model: model.set_all_reduce_hook(print, stream=1),
+    "got 'NCCL', and parameters on cpu": lambda model: model.set_symm_mem_for_comm(),
+    "got a collective of your own": lambda model: (
+        model.set_custom_all_gather(gather_of_the_user()),
+        model.set_allocate_memory_from_process_group_for_comm(False),  # raises in FSDP2, too
+    ),
+    "which has a method allocate": lambda model: model.set_custom_reduce_scatter(print),
     "an int": lambda model: model.set_reduce_scatter_max_input_buffers(True),
     "1 or more": lambda model: model.set_reduce_scatter_max_input_buffers(0),
     "reduction_group=": lambda model: model.set_separate_reduce_scatter_group(),
