@@ -427,7 +427,7 @@ class UnitSettings:
 
     @property
     def reduce_memory(self) -> RegisteredMemory | None:
-        """Memory of reductions; for symmetric memory, NCCL has kernels for sums but not means."""
+        """Memory of reductions; symmetric memory only serves sums (as of NCCL 2.29)."""
         is_used = self.memory is not None and (self.sums_only or not self.memory.is_symmetric)
         return self.memory if is_used and self.reduce_scatter is None else None
 

@@ -355,11 +355,11 @@ class FSDP2Methods(UserMethods):
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather this unit's parameters in symmetric memory, and reduce its gradients there.
 
-        Eager and hooks mode. NCCL's kernels for symmetric memory only compute sums: gradients stay
-        in other memory without ``set_force_sum_reduction_for_comms(True)``. Each gather sends a
-        copy of the shard. Every rank must call the method, and ``zero_grad()`` at the same points
-        of the program, because ranks have to allocate symmetric memory in the same order. Not run
-        on a GPU yet.
+        Eager and hooks mode. NCCL's reduce-scatter for symmetric memory only computes sums (NCCL
+        2.29): gradients stay in other memory without ``set_force_sum_reduction_for_comms(True)``.
+        Each gather sends a copy of the shard. Every rank must call the method, and ``zero_grad()``
+        at the same points of the program, because ranks have to allocate symmetric memory in the
+        same order. Not run on a GPU yet.
 
         Args:
             backend: must be ``"NCCL"``.

@@ -26,7 +26,14 @@ from torch.utils._pytree import tree_leaves
 from user_collectives import gather_of_the_user, scatter_of_the_user
 
 import fsdp_dynamo
-from fsdp_dynamo import CPUOffload, FSDPStateError, MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_dynamo import (
+    CPUOffload,
+    FSDPStateError,
+    MixedPrecision,
+    ShardingStrategy,
+    UnsupportedError,
+    fully_shard,
+)
 from fsdp_dynamo.comm import collectives, point_to_point, registered_memory
 from fsdp_dynamo.comm.registered_memory import RegisteredMemory
 from fsdp_dynamo.core.flat_parameter import FlatParameter
@@ -256,10 +263,15 @@ def test_collectives_use_the_pool(rank: int, kind: str, case: str) -> None:
         for unit in (*model.blocks, model):
             SETTERS[kind](unit)
         got = _train(model, rank)
-    assert recorder.outside == []
-    assert recorder.num_collectives > 10
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert recorder.outside == []
+        assert recorder.num_collectives > 10
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+        if kind == "group":
+            for unit in (*model.blocks, model):
+                unit.set_allocate_memory_from_process_group_for_comm(False)
+            loss_of(model, batch(rank, 4)).backward()
+            assert "gather whole" in recorder.outside
     groups = set(model._fsdp_unit.config.groups.communicators)
     if kind == "symmetric":
         assert recorder.unknown == []
@@ -301,6 +313,8 @@ def test_memory_is_changed_between_steps(rank: int) -> None:
         assert {one.split()[0] for one in recorder.outside} == {"reduce"}
         with pytest.raises(FSDPStateError, match="memory of another kind"):
             SETTERS["group"](model)
+        with pytest.raises(UnsupportedError, match="got 'CUDA'"):
+            model.set_symm_mem_for_comm("CUDA")
 
 
 # -- planted faults --------------------------------------------------------------------------------
