@@ -43,6 +43,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "gathered again among few": dict,
     "reduction_group": _reducing,
     "hybrid": lambda: _on_mesh("HYBRID_SHARD"),
+    "hybrid, gathered again among few": lambda: _on_mesh("HYBRID_SHARD"),
     "hybrid, reduction_group": _hybrid_reducing,
     "hierarchical": lambda: _on_mesh("HIERARCHICAL_SHARD"),
 }
@@ -51,6 +52,7 @@ MOST_READY = {
     "gathered again among few": 2,
     "reduction_group": 2,
     "hybrid": 2,
+    "hybrid, gathered again among few": 3,
     "hybrid, reduction_group": 3,
     "hierarchical": 2,
 }
@@ -60,7 +62,7 @@ MOST_READY = {
 def _recorded(rank: int, world_size: int, case: str, mode: str) -> tuple[Program, dict[str, Any]]:
     """The program of some steps, and the ranks of its communicators."""
     model = wrap(make_transformer(num_blocks=3), **CASES[case]())
-    if case == "gathered again among few":
+    if case.endswith("gathered again among few"):
         for unit in model._fsdp_root.units:
             unit.settings.regathers_among = part_of(unit.config.groups.shard, 2)
     call = in_mode(model, mode)
