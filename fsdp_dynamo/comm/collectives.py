@@ -110,11 +110,6 @@ class _Logged(_Enqueued):
     event: events.Event | None = None
     memory: RegisteredMemory | None = None
 
-    def prepare(self, pairs: Sequence[Pair]) -> None:
-        """Make registered memory that is read and written known to other ranks, if needed."""
-        if self.memory is not None:
-            self.memory.prepare(chain.from_iterable(pairs), self.group)
-
     def set_message_bytes(self, num_bytes: int) -> None:
         """Record how many bytes are sent, where that is not the tensor's size."""
         if self.event is not None:
@@ -176,9 +171,9 @@ def issue_all_gather(
     with profiler_range("all_gather", label), logged.beside(output.device, gathers=True):
         if wire is not None:
             return _issue_encoded_gather(output, shard, logged, wire, plan=plan)
-        with allocating(memory):
-            pairs, finish = _to_gather(output, shard, group, plan)
-        logged.prepare(pairs)
+        pairs, finish = _to_gather(output, shard, group, plan, memory)
+        if memory is not None:
+            memory.prepare(chain.from_iterable(pairs), group)
         messages = [message for message, _ in pairs]
         return logged.in_flight(_gather_works(pairs, logged), (output, shard), finish, messages)
 
@@ -188,6 +183,7 @@ def _to_gather(
     shard: torch.Tensor,
     group: dist.ProcessGroup,
     plan: GatherPlan | None,
+    memory: RegisteredMemory | None = None,
 ) -> tuple[list[Pair], _Finish]:
     """Messages of an all-gather, and the local work at the end."""
     if plan is None or plan.is_one_slice:
@@ -196,7 +192,8 @@ def _to_gather(
     pairs = plan.direct(output, shard, size)
     if not plan.widths:
         return pairs, None
-    message = output.new_empty(size * plan.packed_numel)
+    with allocating(memory):
+        message = output.new_empty(size * plan.packed_numel)
     pairs.append((message, plan.packed(shard)))
     return pairs, partial(plan.copy_out, output.data, message, size)
 
@@ -242,7 +239,7 @@ def _issue_encoded_gather(
         wire_codec.decode(message, received, size, wire)
         plan.copy_out(output.data, message, size)
 
-    return logged.in_flight(works, (output,), finish, (sent, received))
+    return logged.in_flight(works, (output, shard), finish, (sent, received))
 
 
 def _gather_works(pairs: Sequence[Pair], logged: _Logged) -> Sequence[Work]:
@@ -264,7 +261,8 @@ def _launched(calls: Sequence[_Call], group: dist.ProcessGroup, device: torch.de
     is_async = side_streams(device) is None
     try:
         if len(calls) == 1:
-            return [*filter(None, [calls[0](async_op=is_async)])]
+            work = calls[0](async_op=is_async)
+            return [] if work is None else [work]
         # Private API of torch: nothing public coalesces a backend's calls.
         coalesced: AbstractContextManager[Work] = dist.distributed_c10d._coalescing_manager(
             group, async_ops=is_async
@@ -407,7 +405,8 @@ def _issue_reduce_mean(
         return logged.in_flight(_launched([call], group, output.device), (unsharded,), divide)
     with allocating(logged.memory):
         pairs = _to_reduce(output, unsharded, group, plan, has_message)
-    logged.prepare(pairs)
+    if logged.memory is not None:
+        logged.memory.prepare(chain.from_iterable(pairs), group)
     parts = [part for _, part in pairs]
     messages = [whole for whole, _ in pairs]
     transport = transport_of(group, unsharded.device)

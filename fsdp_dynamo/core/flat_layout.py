@@ -268,27 +268,41 @@ class FlatLayout:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def fill_messages(
+    def messages(
+        self,
+        values: Sequence[torch.Tensor | None],
+        plan: GatherPlan,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Copy values of the parameters' shapes into the input of a reduce-scatter, in one copy.
+
+        In the result ``(padded_numel,)``, ``out`` if given, direct slices lie as in the unsharded
+        buffer, and packed pieces in rank-major order (``GatherPlan``). Gaps and padding become
+        zero, parameters without a value ``NO_VALUE``. ``size`` is the number of ranks, a divisor of
+        ``world_size``.
+        """
+        if plan.widths:
+            values = self._with_copies(values)
+            fills_all = self.padding_numel == 0 and not plan.packed_start and not plan.blocks
+            if fills_all and all(value is not None for value in values):
+                return self._concatenated(values, size, dtype, out)
+        flat = torch.empty(self.padded_numel, dtype=dtype, device=device) if out is None else out
+        if plan.widths:
+            self._fill_messages(flat, values, plan, size)
+        else:
+            self.fill(flat, values)
+        return flat
+
+    def _fill_messages(
         self,
         flat: torch.Tensor,
         values: Sequence[torch.Tensor | None],
         plan: GatherPlan,
         size: int,
     ) -> None:
-        """Write values of the parameters' shapes into the input of a reduce-scatter, in one copy.
-
-        In ``flat`` ``(padded_numel,)``, direct slices lie as in the unsharded buffer, and packed
-        pieces in rank-major order (``GatherPlan``). Gaps and padding become zero, parameters
-        without a value ``NO_VALUE``. ``size`` is the number of ranks, a divisor of ``world_size``.
-        """
-        if not plan.widths:
-            self.fill(flat, values)
-            return
-        values = self._with_copies(values)
-        fills_all = self.padding_numel == 0 and not plan.packed_start and not plan.blocks
-        if fills_all and all(value is not None for value in values):
-            self._concatenate(flat.view(size, -1), values)
-            return
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for slot, room, value in zip(self.slots, self._rooms, values, strict=True):
@@ -348,17 +362,25 @@ class FlatLayout:
                 expanded[index] = expanded[index].reshape(-1)  # type: ignore[union-attr]
         return expanded
 
-    def _concatenate(self, rows: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-        """Write messages ``(ranks, numel)`` with one ``cat``, of values that leave no gaps."""
-        size = rows.shape[0]
+    def _concatenated(
+        self,
+        values: Sequence[torch.Tensor | None],
+        size: int,
+        dtype: torch.dtype,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Build ``messages`` with one ``cat``, for values that leave no gaps."""
         pieces: list[Any] = [None] * len(values)
         for index, value in zip(self.split_slots, values, strict=True):
             width = self.split_sizes[index] // size
             pieces[index] = value.reshape(size, width)  # type: ignore[union-attr]
-        if pieces[0].dtype == rows.dtype:
-            torch.cat(pieces, 1, out=rows)
-        else:
-            rows.copy_(torch.cat(pieces, 1))
+        if out is not None and pieces[0].dtype == dtype:
+            torch.cat(pieces, 1, out=out.view(size, -1))
+            return out
+        message = torch.cat(pieces, 1).view(-1)
+        if out is not None:
+            return out.copy_(message)
+        return message if message.dtype == dtype else message.to(dtype)
 
 
 def size_per_rank(size: int, world_size: int) -> int:

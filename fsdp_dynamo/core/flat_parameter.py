@@ -403,10 +403,10 @@ class FlatParameter:
     def shard_to_gather(self) -> torch.Tensor:
         """Return the send buffer: the shard itself, or a copy in low precision or other memory."""
         shard = self.shard_on_device()
+        if self.param_dtype != self.dtype:
+            return shard.to(self.param_dtype)
         is_elsewhere = self.grad_sum.settings.gather_memory is not None and not self.is_offloaded
-        if self.param_dtype == self.dtype and not is_elsewhere:
-            return shard
-        return shard.to(self.param_dtype, copy=True)
+        return shard.clone() if is_elsewhere else shard
 
     def shard_on_device(self) -> torch.Tensor:
         """Return the shard on the device of the collectives; parameters must have values."""
@@ -455,16 +455,20 @@ class FlatParameter:
 
     def grad_to_reduce(self, grads: Sequence[torch.Tensor | None]) -> UnshardedGrad:
         """Return the unsharded gradient, ``grad_sum`` included, in ``reduce_dtype``."""
-        # Tensors that only some ranks need do not come from the pool: see `registered_memory`.
-        with allocating(self.grad_sum.settings.reduce_memory):
-            flat = torch.empty(
-                self.layout.padded_numel, dtype=self.reduce_dtype, device=self.device
-            )
         total = None if self.grad_sum.total is None else self.grad_sum.take()
+        memory, flat = self.grad_sum.settings.reduce_memory, None
+        if memory is not None or total is not None or not self.is_sharded:
+            # Tensors that only some ranks need do not come from the pool: see `registered_memory`.
+            with allocating(memory):
+                flat = torch.empty(
+                    self.layout.padded_numel, dtype=self.reduce_dtype, device=self.device
+                )
         if total is None and self.is_sharded:
             size = self.layout.world_size if self.hierarchy is None else self.hierarchy.node.size()
-            self.layout.fill_messages(flat, grads, self.reduce_plan, size)
+            plan, dtype = self.reduce_plan, self.reduce_dtype
+            flat = self.layout.messages(grads, plan, size, dtype, self.device, flat)
             return UnshardedGrad(flat, has_message=True)
+        assert flat is not None
         in_place = total is None or self.sum_dtype == self.reduce_dtype
         summed = flat if in_place else torch.empty_like(flat, dtype=self.sum_dtype)
         self.layout.fill(summed, grads)
@@ -535,15 +539,19 @@ class FlatParameter:
                 reduced[index] = parts[index]
             self.grad_sum.add_reduced(reduced)
             return []
-        if self.grad_sum.settings.zeros_unused:
-            unused = ()
-        self._add_parts([(index, parts[index]) for index in trained if index not in unused])
-        return [(self, index, parts[index]) for index in trained if index in unused]
+        undecided: Undecided = []
+        if unused and not self.grad_sum.settings.zeros_unused:
+            undecided = [(self, index, parts[index]) for index in trained if index in unused]
+            trained = [index for index in trained if index not in unused]
+        self._add_parts(trained, parts)
+        return undecided
 
-    def _add_parts(self, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        for index, part in parts:
-            self.originals[index].add_grad(part)
-        for index, _ in parts if self.runs_hooks else ():
+    def _add_parts(
+        self, indices: Sequence[int], parts: Sequence[torch.Tensor] | dict[int, torch.Tensor]
+    ) -> None:
+        for index in indices:
+            self.originals[index].add_grad(parts[index])
+        for index in indices if self.runs_hooks else ():
             run_post_accumulate_hooks(self.originals[index].param)
 
     @staticmethod
@@ -552,13 +560,10 @@ class FlatParameter:
 
         The others leave ``.grad`` as it is: ``None`` stays ``None``.
         """
-        present: dict[FlatParameter, list[tuple[int, torch.Tensor]]] = {}
         has = has_value([part for _, _, part in undecided])
         for (flat, index, part), has_one in zip(undecided, has, strict=True):
             if has_one:
-                present.setdefault(flat, []).append((index, part))
-        for flat, parts in present.items():
-            flat._add_parts(parts)
+                flat._add_parts([index], {index: part})
 
     # -- moving ----------------------------------------------------------------------------
 

@@ -308,7 +308,7 @@ class ReduceQueue:
         self._accumulate(flat, copy.wait(), unused)
 
     def _accumulate(self, flat: FlatParameter, grad: torch.Tensor, unused: Collection[int]) -> None:
-        if any(flat is other for other, _, _ in self._undecided):
+        if self._undecided and any(flat is other for other, _, _ in self._undecided):
             self._decide()  # of an earlier backward: gradients are added in order
         self._undecided += flat.accumulate_grad(grad, unused)
 

@@ -130,7 +130,7 @@ def test_gradients_are_written_for_the_reduction(
     layout.fill(flat, values)
     for plan in (layout.plan.scaled(factor), layout.plan.all_packed.scaled(factor)):
         given_ = torch.full_like(flat, float("nan"))
-        layout.fill_messages(given_, values, plan, size)
+        layout.messages(values, plan, size, given_.dtype, given_.device, given_)
         expected = flat
         if plan.widths:
             direct = flat[: size * plan.packed_start]
