@@ -51,7 +51,7 @@ def checks(*, is_dry: bool) -> list[Part]:
     """Whether values are right, and the host is free."""
     device = ("--device", "cpu" if is_dry else "cuda")
     few = ("--modes", "eager,hooks,graph")
-    compiled = ("--modes", "hooks_inductor,graph_inductor")
+    compiled = ("--modes", "hooks_inductor,graph_inductor,graph_captured")
     dry = ("--cases", "bf16,checkpointing") if is_dry else ()
     some = ("--cases", "bf16,checkpointing" if is_dry else "fp32,bf16,offload,int8")
     faults = ("--modes", "eager", "--faults", "raise") if is_dry else ("--limit_s", "60")
@@ -73,6 +73,7 @@ PEERS = {
     "eager": "plain,fsdp1,fsdp2,ours",
     "compiled": "fsdp2_inductor,ours_hooks_inductor",
     "graphs": "plain_inductor,simple_fsdp_inductor,ours_graph_inductor",
+    "captured": "ours_graph_inductor,ours_graph_inductor_captured",
 }
 """By part; all of one are compared with each other, too."""
 
@@ -85,7 +86,7 @@ def speeds(decoder: str, batch: int, length: int, *, is_dry: bool) -> list[Part]
     """In order of importance: what comes last is skipped first."""
     common = ("--decoder", decoder, "--batch_size", str(batch), "--length", str(length))
     common += ("--runs", "1") if is_dry else ("--device", "cuda", "--dtype", "bfloat16")
-    least_s = {"eager": 30, "compiled": 60, "graphs": 90}
+    least_s = {"eager": 30, "compiled": 60, "graphs": 90, "captured": 60}
     script = "gpu_speeds.py"
     parts = [
         Part(name, script, (*common, "--peers", peers), least_s[name])

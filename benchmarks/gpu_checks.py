@@ -54,13 +54,18 @@ from fsdp_dynamo.wrap import arguments, construct
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 SIZES = DecoderSizes(dim=64, num_blocks=3, num_heads=2, vocabulary=97, hidden_dim=160)
-STEPS, RATE = 3, 0.5
+STEPS, RATE = 5, 0.5
 MODES: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "hooks": {"backend": "aot_eager"},
     "graph": {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True},
     "hooks_inductor": {"backend": "inductor"},
     "graph_inductor": {"backend": "fsdp_dynamo", "fullgraph": True},
+    "graph_captured": {
+        "backend": "fsdp_dynamo",
+        "fullgraph": True,
+        "options": {"cuda_graphs": True},
+    },
 }
 
 

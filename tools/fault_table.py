@@ -503,4 +503,37 @@ FAULTS = (
         "message_bytes",
         ("tests/estimator/test_estimator.py",),
     ),
+    # -- captures ------------------------------------------------------------------------------
+    Fault(
+        "capture-held",
+        "a forward is replayed over the saved tensors of one that waits for its backward",
+        "may_run",
+        "self._forward > WARM_UP and not self._is_awaited",
+        "self._forward > WARM_UP",
+        ("tests/graph_mode/test_captures.py",),
+    ),
+    Fault(
+        "capture-outputs",
+        "what leaves a captured graph is overwritten by the next replay",
+        "_replayed",
+        "outputs[i] = torch.empty_like(outputs[i])",
+        "pass",
+        ("tests/graph_mode/test_captures.py",),
+    ),
+    Fault(
+        "capture-moved",
+        "a replay reads shards where they were before they moved",
+        "__call__",
+        "capture is None or self._has_moved(capture, inputs)",
+        "capture is None",
+        ("tests/graph_mode/test_captures.py",),
+    ),
+    Fault(
+        "capture-absent",
+        "a replay forgets which gradients no rank has",
+        "_replayed",
+        "self._absent.setdefault(key, []).extend(ranges)",
+        "len(ranges)",
+        ("tests/graph_mode/test_captures.py",),
+    ),
 )

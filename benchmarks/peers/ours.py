@@ -109,6 +109,8 @@ PEERS = (
     ours("fsdp_dynamo_aot_eager", "unscheduled", options=UNSCHEDULED),
     ours("fsdp_dynamo", "unscheduled", options=UNSCHEDULED),
     ours("fsdp_dynamo", "no_regions", options={"regions": False}),
+    ours("fsdp_dynamo", "captured", options={"cuda_graphs": True}),
+    ours("fsdp_dynamo_aot_eager", "captured", options={"cuda_graphs": True}),
     ours("fsdp_dynamo_aot_eager", "kept", reshard=False),
     ours("fsdp_dynamo", "kept", reshard=False),
 )

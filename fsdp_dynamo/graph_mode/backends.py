@@ -33,6 +33,7 @@ from fsdp_dynamo.dynamo.progress import (
     report_compilations,
     report_this_compilation,
 )
+from fsdp_dynamo.graph_mode.captures import phase_of
 from fsdp_dynamo.graph_mode.compile_cache import (
     compile_once,
     graph_key,
@@ -77,20 +78,13 @@ def _run_node_by_node(
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     pipeline.run(gm.graph)
+    phase = phase_of(gm.graph)
     lower_to_functions(gm.graph)
     artifacts.emit_graph(gm.graph, "lowered")
     bind(gm.graph, operators)
     gm.graph.set_codegen(_BoxedCodeGen())  # empties its list of inputs: saved tensors die early
     gm.recompile()
-    forward = gm.forward
-
-    def run(inputs: list[Any]) -> Any:
-        try:
-            return forward(inputs)
-        except BaseException:
-            operators.abandon()
-            raise
-
+    run = operators.runner(gm.forward, phase)
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -146,7 +140,7 @@ def fsdp_dynamo_aot_eager(
     users_settings(parsed, is_used=False)
     planner = planner_for(gm, parsed, live_bytes_node_by_node)
     passes = default_passes(planner, True, parsed.passes, parsed.left_out)
-    operators = GraphOperators()
+    operators = GraphOperators(parsed.cuda_graphs)
     compiler = partial(_run_node_by_node, _pipeline(passes), operators)
     compile_ = aot_autograd(
         fw_compiler=compiler,
@@ -228,7 +222,7 @@ def fsdp_dynamo(
 
         return compile_once(key, run)
 
-    operators = GraphOperators()
+    operators = GraphOperators(parsed.cuda_graphs)
     settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
     once = one_schema_a_region()
     with once, settings_of_autograd, nothing_donated(), collected_seldom():

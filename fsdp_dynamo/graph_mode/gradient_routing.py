@@ -18,6 +18,7 @@ from fsdp_dynamo.core.reduction import reduce_frozen
 from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.graph_mode import graph_recording
+from fsdp_dynamo.graph_mode.captures import Captures
 from fsdp_dynamo.graph_mode.operators import GraphOperators
 from fsdp_dynamo.graph_mode.traced_unit import SecondaryInputs
 from graph_passes.gradients.producers import Ranges
@@ -173,10 +174,15 @@ def route_gradients(compiled: Callable[..., Any], operators: GraphOperators) -> 
 
     def run_forward(*inputs: Any) -> Any:
         operators.abandon()  # what a backward that never reached the shards has left
+        captures = operators.captures
+        if captures is not None:
+            captures.begin_forward([value for value in inputs if _stays(value)])
         handlers = _grad_handlers(inputs)
         arguments = [_as_trained(value) for value in inputs]
         secondaries = SecondaryInputs(inputs)
         secondaries.gather(arguments)
+        if captures is not None and secondaries:
+            captures.refused = "secondary shards are gathered anew in each step"
         if not handlers or not torch.is_grad_enabled():
             return _run(compiled, arguments, secondaries)
         routed = [arguments[position] for position in handlers]
@@ -186,7 +192,7 @@ def route_gradients(compiled: Callable[..., Any], operators: GraphOperators) -> 
         for position, shard in zip(handlers, tracked, strict=True):
             arguments[position] = shard
         outputs = _run(compiled, arguments, secondaries)
-        _watch_backward(inputs, outputs)
+        _watch_backward(inputs, outputs, captures)
         return outputs
 
     return run
@@ -203,19 +209,31 @@ def _flats_in(inputs: Sequence[Any]) -> Iterator[FlatParameter]:
     return (flat for flat in found if flat is not None)
 
 
-def _watch_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+def _stays(value: Any) -> bool:
+    return isinstance(value, torch.nn.Parameter) or hasattr(value, _OWNER)
+
+
+def _watch_backward(
+    inputs: Sequence[Any], outputs: Sequence[Any], captures: Captures | None
+) -> None:
     """Hook the outputs, so that ``_begin_backward`` runs before a graph's backward."""
-    begin = partial(_begin_backward, list(_flats_in(inputs)), events.current_step())
-    for output in outputs:
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(begin)
+    watched = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+    enter = captures.await_backward() if captures is not None and watched else None
+    begin = partial(_begin_backward, list(_flats_in(inputs)), events.current_step(), enter)
+    for output in watched:
+        output.register_hook(begin)
 
 
 @untraced(BY_AUTOGRAD)
 def _begin_backward(
-    flats: Sequence[FlatParameter], step: events.Step | None, _grad: torch.Tensor | None
+    flats: Sequence[FlatParameter],
+    step: events.Step | None,
+    enter: Callable[[], None] | None,
+    _grad: torch.Tensor | None,
 ) -> None:
     events.enter_backward(step)
+    if enter is not None:
+        enter()
     if flats:
         graph_recording.current().begin_graph(flats[0].device)
     for flat in flats:

@@ -46,7 +46,7 @@ def mode_settings(mode: str | None, *known: str) -> dict[str, Any]:
         if mode == MAX_AUTOTUNE:
             reason = 'nothing is compiled by Inductor; take backend="fsdp_dynamo"'
         else:
-            reason = "graph mode supports no mode with CUDA graphs"
+            reason = "CUDA graphs come with options={'cuda_graphs': True}"
         raise FSDPValueError(
             f"torch.compile(mode=...): expected {' or '.join(map(repr, ('default', *known)))}, got "
             f"{mode!r}. Leave mode out: {reason}."
@@ -65,7 +65,7 @@ def users_settings(options: GraphOptions, is_used: bool = True) -> dict[str, Any
         if not is_used:
             reason = 'nothing is compiled by Inductor; take backend="fsdp_dynamo"'
         elif name == "triton.cudagraphs" and value:
-            reason = "CUDA graphs do not go with collectives in the graph"
+            reason = "options={'cuda_graphs': True} captures collectives, too"
         elif name in ours:
             reason = "the backend has one of its own there"
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from fsdp_dynamo.comm.gather_plan import decode
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.graph_mode import graph_recording
+from fsdp_dynamo.graph_mode.captures import CapturedPhase, Captures, Phase, Run
 from fsdp_dynamo.graph_mode.offloading import HostCopies, to_device
 from fsdp_dynamo.health.graph_agreement import require_agreement
 from graph_passes.gradients.producers import Ranges
@@ -59,10 +61,15 @@ Launch = list[Issued | None]
 
 
 class GraphOperators(HostCopies):
-    """Collectives and copies of one graph of Dynamo's: of its forward and its backward."""
+    """Collectives and copies of one graph of Dynamo's: of its forward and its backward.
 
-    def __init__(self) -> None:
+    Attributes:
+        captures: its CUDA graphs; ``None`` without the option.
+    """
+
+    def __init__(self, cuda_graphs: bool = False) -> None:
         super().__init__()
+        self.captures = Captures() if cuda_graphs else None
         self._in_flight: set[Issued] = set()
         self._absent: dict[tuple[str, int], list[Ranges]] = {}
 
@@ -207,8 +214,28 @@ class GraphOperators(HostCopies):
         Returns:
             By unit FQN and ordinal of the flat parameter: for each reduction, ranges of elements.
         """
-        taken, self._absent = self._absent, {}
+        taken = {**self._absent}
+        self._absent.clear()
         return taken
+
+    def runner(self, run: Run, phase: Phase) -> Run:
+        """Return a function that runs the code of a phase, and abandons what it leaves in flight.
+
+        Args:
+            run: takes a list of inputs, which it empties.
+            phase: facts about it.
+        """
+        if self.captures is not None:
+            run = CapturedPhase(run, phase, self.captures, self._absent)
+
+        def guarded(inputs: list[Any]) -> Any:
+            try:
+                return run(inputs)
+            except BaseException:
+                self.abandon()
+                raise
+
+        return guarded
 
     def abandon(self) -> None:
         """Drop what a graph that failed has left in flight."""

@@ -17,6 +17,7 @@ from graph_passes.scheduling.schedule import Options
 from graph_passes.scheduling.simulation import Limits
 
 _SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unshard", "regions")
+_BOOLEANS = (*_SWITCHES, "cuda_graphs")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class GraphOptions:
             forward and backward.
         regions: trace, differentiate and partition equal unit bodies once for all of them, so that
             the first step grows less with the number of units.
+        cuda_graphs: whether the device replays captured graphs of forward and backward, after two
+            steps; what cannot be captured runs as it is, with a warning that says why.
         passes: a user's own passes over the partitioned graphs, before collectives are placed:
             functions of a graph, or ``graph_passes.GraphPass`` objects.
         disabled_passes: names of passes, ours or the user's, and of the switches above, to leave
@@ -62,6 +65,7 @@ class GraphOptions:
     grad_buffer: bool = True
     selective_unshard: bool = True
     regions: bool = True
+    cuda_graphs: bool = False
     passes: tuple[GraphPass, ...] = field(default=())
     disabled_passes: tuple[str, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +83,7 @@ class GraphOptions:
         known = [f.name for f in fields(GraphOptions) if f.name != "inductor"]
         others = {name: given.pop(name) for name in sorted(set(given) - set(known))}
         given["inductor"] = _inductor(others, known)
-        for name in _SWITCHES:
+        for name in _BOOLEANS:
             if not isinstance(given.get(name, True), bool):
                 raise _wrong(FSDPTypeError, name, "True or False", repr(given[name]))
         given["plan"] = _plan(given.get("plan"))

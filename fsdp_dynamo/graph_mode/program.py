@@ -36,6 +36,7 @@ from torch import fx
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, OutputCode
 from torch.fx.node import _get_qualified_name  # no public name of a call's target
 
+from fsdp_dynamo.graph_mode.captures import Phase
 from fsdp_dynamo.graph_mode.collective_operators import NAMESPACE
 from fsdp_dynamo.graph_mode.lowering import BOUNDARIES
 from fsdp_dynamo.graph_mode.operators import GraphOperators
@@ -96,6 +97,7 @@ class Program(OutputCode):
         source: Python code of a function ``run(args)``.
         stretches: compiled code of the distinct stretches, by their names in the source.
         constants: tensors of the graph, by their names in the source.
+        phase: facts about the graph.
         plan: places of its collectives; ``None`` for a graph without any.
     """
 
@@ -104,39 +106,35 @@ class Program(OutputCode):
         source: str,
         stretches: Mapping[str, Any],
         constants: Mapping[str, torch.Tensor],
+        phase: Phase,
         plan: GraphPlan | None = None,
     ) -> None:
         super().__init__()
+        self.phase = phase
         self.plan = plan
         self._boxed_call = True  # torch reads it from the object's __dict__, not from the class
         self.source = source
         self.stretches = dict(stretches)
         self.constants = dict(constants)
         self._run: Callable[[list[Any]], Any] | None = None
-        self._operators: GraphOperators | None = None
         self._load()
 
     def _load(self) -> None:
         assert _loading is not None, "a program is made or loaded inside loading()"
-        self._operators = _loading.operators
+        operators = _loading.operators
         _loading.programs.append(self)
-        graph_ops = _graph_ops(self._operators)
+        graph_ops = _graph_ops(operators)
         names = {**_GLOBALS, "graph_ops": graph_ops, **self.constants, **self.stretches}
         exec(compile(self.source, "<fsdp_dynamo program>", "exec"), names)
-        self._run = names["run"]
+        self._run = operators.runner(names["run"], self.phase)
 
     def __call__(self, inputs: Any) -> Any:
         assert self._run is not None
-        try:
-            return self._run(inputs)
-        except BaseException:
-            assert self._operators is not None
-            self._operators.abandon()
-            raise
+        return self._run(inputs)
 
     def prepare_for_serialization(self) -> None:
         """Drop what cannot be pickled. AOTAutograd calls this on a shallow copy."""
-        self._run = self._operators = None
+        self._run = None
         stretches = {name: copy(code) for name, code in self.stretches.items()}
         for code in stretches.values():
             code.prepare_for_serialization()

@@ -11,11 +11,11 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.graph_mode.captures import NUM_OUTPUTS, phase_of
 from fsdp_dynamo.graph_mode.compile_cache import source_key
 from fsdp_dynamo.graph_mode.lowering import lower_boundaries, lower_writes
 from fsdp_dynamo.graph_mode.planning import record_kept
 from fsdp_dynamo.graph_mode.program import Program, is_boundary, no_output_strides, source_of
-from graph_passes.graph_utils import is_backward
 from graph_passes.pipeline import Pipeline
 from graph_passes.regions.eligibility import tidy_region_boundaries
 from graph_passes.regions.outlining import inline_regions
@@ -68,6 +68,7 @@ class StretchCompiler:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Program:
         self._pipeline.run(gm.graph)
+        facts = phase_of(gm.graph)
         lower_boundaries(gm.graph)
         artifacts.emit_graph(gm.graph, "lowered")
         cutting = cut(gm.graph, is_boundary)
@@ -85,11 +86,11 @@ class StretchCompiler:
                 compiled[names[key]] = self._compile(body, example_inputs(stretch), **kwargs)
             name_of[stretch] = names[key]
         source, constants = source_of(gm.graph, cutting, name_of)
-        phase = "backward" if is_backward(gm.graph) else "forward"
+        phase = "backward" if facts.is_backward else "forward"
         name = f"{artifacts.PREFIX}{phase}.inductor"
         artifacts.emit(name, lambda: _all_sources(source, compiled))
         _report_strides(gm.graph)
-        return Program(source, compiled, constants, self._planner.last)
+        return Program(source, compiled, constants, facts, self._planner.last)
 
     def _compile(self, body: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         (output,) = body.graph.find_nodes(op="output")
@@ -189,6 +190,8 @@ def _partition(
     pair: tuple[fx.GraphModule, fx.GraphModule]
     changed = changed_inputs(gm.graph)
     pair = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    (output,) = pair[0].graph.find_nodes(op="output")
+    output.meta[NUM_OUTPUTS] = kwargs["num_fwd_outputs"]
     if changed:
         save_copies(pair[0].graph, changed, kwargs["num_fwd_outputs"])
         pair[0].recompile()

@@ -339,6 +339,9 @@ class SecondaryInputs:
                 self._flats[position] = flat
         self._roots = tuple(roots)
 
+    def __bool__(self) -> bool:
+        return bool(self._flats)
+
     def gather(self, arguments: list[Any]) -> None:
         """Replace stand-ins among the arguments. Gather what is missing or may be outdated."""
         try:

@@ -325,7 +325,7 @@ def test_inductors_settings_beside_ours(rank: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "backend", "reason"),
     [
-        ("triton.cudagraphs", True, "fsdp_dynamo", "CUDA graphs do not go with collectives"),
+        ("triton.cudagraphs", True, "fsdp_dynamo", "captures collectives, too"),
         ("post_grad_custom_post_pass", None, "fsdp_dynamo", "has one of its own there"),
         ("epilogue_fusion", False, "fsdp_dynamo_aot_eager", "nothing is compiled by Inductor"),
     ],

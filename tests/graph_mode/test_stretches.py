@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from fsdp_dynamo import FSDP
+from fsdp_dynamo.graph_mode.captures import phase_of
 from fsdp_dynamo.graph_mode.operators import GraphOperators
 from fsdp_dynamo.graph_mode.program import Program, loading, source_of
 from fsdp_dynamo.graph_mode.stretch_compiler import StretchCompiler
@@ -152,7 +153,8 @@ def test_what_no_later_stretch_takes_is_freed_by_the_last_one() -> None:
         return (result,)
 
     with loading(GraphOperators()):
-        program = Program(source, {"stretch_0": stretch, "stretch_1": stretch}, {})
+        stretches = {"stretch_0": stretch, "stretch_1": stretch}
+        program = Program(source, stretches, {}, phase_of(graph))
     program([torch.ones(2)])
     assert freed == [False, True]
 

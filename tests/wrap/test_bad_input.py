@@ -203,7 +203,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "a mode with CUDA graphs": (
         lambda: _compile_with_mode("fsdp_dynamo", "reduce-overhead"),
         "expected 'default' or 'max-autotune-no-cudagraphs', got 'reduce-overhead'. Leave mode "
-        "out: graph mode supports no mode with CUDA graphs.",
+        "out: CUDA graphs come with options={'cuda_graphs': True}.",
     ),
     "a mode for nothing": (
         lambda: _compile_with_mode("fsdp_dynamo_aot_eager", "max-autotune-no-cudagraphs"),

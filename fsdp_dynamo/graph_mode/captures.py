@@ -1,0 +1,382 @@
+"""CUDA graphs: the code of a phase, captured once and replayed by the device.
+
+A replay reads and writes the addresses of the capture. So inputs are of three kinds::
+
+    shards, nn.Parameters, saved tensors    read in place; if one has moved, captured anew
+    all others                              copied into tensors of the capture before the replay
+    what nothing reads                      ignored
+
+and outputs, too::
+
+    saved for the backward                  stay in the memory of the capture
+    inputs of the graph                     returned as they were given
+    all others                              copied out of it after the replay
+
+While a forward waits for its backward, its saved tensors must stay as they are: other forwards run
+uncaptured until then. NCCL wants all ranks to capture, replay or run a collective alike. Therefore
+nothing here depends on what may differ between ranks, such as addresses that an allocator happened
+to choose, or the time at which a tensor dies.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fsdp_dynamo import events
+from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo.comm.collectives import transport_of
+from fsdp_dynamo.comm.streams import side_streams
+from fsdp_dynamo.comm.watchdog import raise_if_failed, wait_on_device
+from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.graph_mode.offloading import TO_DEVICE, TO_HOST
+from graph_passes.graph_utils import group_of, is_backward, is_collective, num_bytes, values_of
+from graph_passes.markers import wire_of
+
+NUM_OUTPUTS = "fsdp_dynamo_num_outputs"
+"""Key in the meta of a forward's output node: how many outputs are not saved tensors."""
+WARM_UP = 2
+"""Forwards that run uncaptured: kernels are tuned and communicators are made there."""
+_MAX_CAPTURES = 8
+"""Captures of a phase; each but the first follows a parameter that has moved."""
+
+Run = Callable[[list[Any]], Any]
+_Result = TypeVar("_Result")
+
+
+class Phase(NamedTuple):
+    """Facts about the code of one phase, from its lowered graph.
+
+    Attributes:
+        is_backward: whether it is the backward.
+        num_outputs: number of outputs, from the first, that leave the compiled code; the others are
+            saved for the backward.
+        given: by position of an output, position of the input that it is.
+        unread: positions of inputs that nothing reads.
+        written: positions of inputs that are written.
+        groups: registered names of the groups of its collectives.
+        num_bytes: bytes that its collectives return.
+        refused: why it cannot be captured; empty if it can.
+    """
+
+    is_backward: bool
+    num_outputs: int
+    given: Mapping[int, int]
+    unread: frozenset[int]
+    written: tuple[int, ...]
+    groups: tuple[str, ...]
+    num_bytes: int
+    refused: str
+
+
+def phase_of(graph: fx.Graph) -> Phase:
+    """Return the facts about a planned graph, before its collectives are lowered."""
+    inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    (output,) = graph.find_nodes(op="output")
+    outputs = output.args[0]
+    collectives = [node for node in graph.nodes if is_collective(node)]
+    return Phase(
+        is_backward(graph),
+        output.meta.get(NUM_OUTPUTS, len(outputs)),
+        {i: inputs[node] for i, node in enumerate(outputs) if node in inputs},
+        frozenset(i for node, i in inputs.items() if all(user is output for user in node.users)),
+        tuple(inputs[node] for node in _written(graph) if node in inputs),
+        tuple(dict.fromkeys(map(group_of, collectives))),
+        sum(map(num_bytes, collectives)),
+        next(_obstacles(graph), ""),
+    )
+
+
+def _written(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            yield node.args[0]
+
+
+_BODIES = torch.ops.higher_order
+_CHOOSING = {_BODIES.cond, _BODIES.while_loop, _BODIES.scan, _BODIES.associative_scan}
+_READING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def _obstacles(graph: fx.Graph) -> Iterator[str]:
+    """Yield reasons why a graph cannot be captured."""
+    modules = graph.owning_module.modules() if graph.owning_module is not None else ()
+    graphs = [module.graph for module in modules if isinstance(module, fx.GraphModule)]
+    devices = set()
+    for node in (node for one in (graph, *graphs) for node in one.nodes):
+        if node.target in (TO_DEVICE, TO_HOST):
+            yield "shards are offloaded to the host"
+        if node.target in _CHOOSING or _READING.intersection(getattr(node.target, "tags", ())):
+            yield f"{node.target} reads values on the host"
+        if "rng_state" in str(node.target):
+            yield "a state of random numbers is kept for recomputation"
+        if is_collective(node) and (wire := wire_of(node)) is not None and wire.is_stochastic:
+            yield "stochastic rounding draws its noise on the host"
+        values = values_of(node) if node.op != "output" else []
+        devices |= {value.device for value in values if isinstance(value, torch.Tensor)}
+        if node.op == "placeholder" and any(not isinstance(v, torch.Tensor) for v in values):
+            yield "sizes or numbers change between calls"
+    if len(devices) > 1:
+        yield f"its tensors are on {' and '.join(sorted(map(str, devices)))}"
+
+
+class _Capture(NamedTuple):
+    """A captured phase.
+
+    Attributes:
+        replay: runs it on the current stream.
+        inputs: tensors that it reads; held, so that no other tensor gets their addresses.
+        copied: positions of inputs that are copied into them.
+        outputs: tensors that it writes, and outputs that are no tensors.
+        leaving: positions of outputs that are copied.
+        saved: positions of outputs that are saved for the backward.
+        addresses: theirs.
+        absent: what ``GraphOperators.take_absent`` returns after it.
+    """
+
+    replay: Callable[[], None]
+    inputs: list[Any]
+    copied: tuple[int, ...]
+    outputs: list[Any]
+    leaving: tuple[int, ...]
+    saved: tuple[int, ...]
+    addresses: set[int]
+    absent: dict[Any, Any]
+
+
+class Captures:
+    """Captured phases of one graph of Dynamo's, and the forward whose saved tensors they hold."""
+
+    def __init__(self) -> None:
+        self.refused = ""
+        self._in_place: set[int] = set()
+        self._forward = self._backward = 0  # numbers of those that run
+        self._held = 0  # number of the forward that was replayed last
+        self._is_awaited = False  # its backward has not run
+        self._saved: set[int] = set()
+        self._place: tuple[Any, Any] | None = None  # memory pool and stream of captures
+
+    def begin_forward(self, in_place: Sequence[torch.Tensor]) -> None:
+        """Begin a forward; ``in_place`` are inputs that stay at their addresses."""
+        self._forward += 1
+        self._in_place = {value.data_ptr() for value in in_place}
+
+    def await_backward(self) -> Callable[[], None]:
+        """Keep the saved tensors; return a function to be called when the backward begins."""
+        self._is_awaited |= self._held == self._forward
+        return partial(setattr, self, "_backward", self._forward)
+
+    def may_run(self, is_backward: bool, inputs: Sequence[Any]) -> bool:
+        """Whether the phase that is called may be replayed now.
+
+        Raises:
+            FSDPStateError: the saved tensors of this backward were overwritten.
+        """
+        if not is_backward:
+            return self._forward > WARM_UP and not self._is_awaited
+        number, is_held = self._backward, self._backward == self._held
+        if not is_held and not self._saved.isdisjoint(map(_address, inputs)):
+            raise FSDPStateError(
+                f"options={{'cuda_graphs': True}}: expected the backward of forward {number} "
+                f"before forward {self._held}, got it afterwards: the tensors that it saved were "
+                "overwritten. Run the backwards in time, or leave the option out."
+            )
+        # Private API of torch: nothing public tells whether the graph is retained.
+        if number >= self._held and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._is_awaited = False
+        return is_held
+
+    def reads_in_place(self, value: torch.Tensor) -> bool:
+        """Whether an input stays at its address."""
+        return value.data_ptr() in self._in_place or value.data_ptr() in self._saved
+
+    def hold(self, saved: set[int]) -> None:
+        """Note the addresses that the forward that runs leaves to its backward."""
+        self._held, self._saved = self._forward, saved
+
+    def capture(self, run: Callable[[], _Result], device: torch.device) -> tuple[Any, _Result]:
+        """Capture what ``run`` enqueues; return a function that replays it, and its result."""
+        with torch.cuda.device(device):
+            if self._place is None:
+                self._place = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+            pool, stream = self._place
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                result = run()
+        return graph.replay, result
+
+    def refusal(self, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> str:
+        """Say why nothing can be captured on a device; empty if it can."""
+        if self.refused or device.type != "cuda":
+            return self.refused or f"it runs on {device}, and only CUDA has graphs"
+        hosts = [group for group in groups if transport_of(group, device) != "library"]
+        return "gloo's collectives run on the host" if hosts else ""
+
+
+class CapturedPhase:
+    """Code of one phase: run, captured or replayed.
+
+    Args:
+        run: the code. It takes a list of inputs, which it empties.
+        phase: facts about it.
+        captures: captures of the graph that it belongs to.
+        absent: ranges without a gradient in what was reduced (``GraphOperators``).
+    """
+
+    def __init__(self, run: Run, phase: Phase, captures: Captures, absent: dict[Any, Any]) -> None:
+        self._run = run
+        self._phase = phase
+        self._captures = captures
+        self._absent = absent
+        self._refused: str | None = None  # unknown before the first inputs
+        self._capture: _Capture | None = None
+        self._num_captures = 0
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if not self._captures.may_run(self._phase.is_backward, inputs) or self._is_refused(inputs):
+            return self._run(inputs)
+        capture = self._capture
+        if capture is None or self._has_moved(capture, inputs):
+            self._capture = capture = None  # frees its memory
+            if self._num_captures == _MAX_CAPTURES:
+                self._refuse("its parameters move between steps")
+                return self._run(inputs)
+            self._num_captures += 1
+            self._capture = capture = self._new_capture(inputs)
+        else:
+            _copy(capture.inputs, inputs, capture.copied)
+        outputs = self._replayed(capture, inputs)
+        inputs.clear()
+        return outputs
+
+    def _is_refused(self, inputs: Sequence[Any]) -> bool:
+        if self._refused is None:
+            refused = self._phase.refused
+            self._refuse(refused or self._captures.refusal(_device_of(inputs), self._groups()))
+        return bool(self._refused)
+
+    def _refuse(self, reason: str) -> None:
+        self._refused = reason
+        if reason:
+            phase = "backward" if self._phase.is_backward else "forward"
+            where = "options={'cuda_graphs': True}"
+            warnings.warn(f"{where}: a {phase} runs without a graph: {reason}.", stacklevel=2)
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        return [*map(resolve, self._phase.groups)]
+
+    def _has_moved(self, capture: _Capture, inputs: Sequence[Any]) -> bool:
+        unmoved = (*self._phase.unread, *capture.copied)
+        pairs = enumerate(zip(inputs, capture.inputs, strict=True))
+        return any(_address(a) != _address(b) for i, (a, b) in pairs if i not in unmoved)
+
+    def _new_capture(self, inputs: Sequence[Any]) -> _Capture:
+        phase, static = self._phase, [*inputs]
+        for i in phase.unread:
+            static[i] = None
+        copied = [
+            i for i, value in enumerate(static) if value is not None and not self._stays(value)
+        ]
+        for i in copied:
+            static[i] = _span(inputs[i]).clone().as_strided(inputs[i].shape, inputs[i].stride())
+        before, absent = {**self._absent}, self._absent
+        absent.clear()
+        outputs, replay = self._record(
+            [v if s is None else s for s, v in zip(static, inputs, strict=True)]
+        )
+        made, has_tensor = {**absent}, [isinstance(one, torch.Tensor) for one in outputs]
+        absent.clear()
+        absent.update(before)
+        own = [i for i in range(len(outputs)) if has_tensor[i] and i not in phase.given]
+        leaving = tuple(i for i in own if i < phase.num_outputs)
+        saved = tuple(i for i in own if i >= phase.num_outputs)
+        at = {_address(outputs[i]) for i in saved}
+        return _Capture(replay, static, tuple(copied), outputs, leaving, saved, at, made)
+
+    def _record(self, inputs: Sequence[Any]) -> tuple[list[Any], Callable[[], None]]:
+        """Capture the code with these inputs; return its outputs, and what replays it."""
+        run, device = partial(self._run_again, inputs), _device_of(inputs)
+        try:
+            with events.unrecorded():  # a capture takes no time
+                replay, outputs = self._captures.capture(run, device)
+        except Exception as error:
+            raise FSDPStateError(
+                "options={'cuda_graphs': True}: expected code that a CUDA graph can hold, got "
+                f"{type(error).__name__} while it was captured: {error}. Leave the option out."
+            ) from error
+        return [*outputs], replay
+
+    def _run_again(self, inputs: Sequence[Any]) -> Any:
+        return self._run([*inputs])
+
+    def _stays(self, value: Any) -> bool:
+        return not isinstance(value, torch.Tensor) or self._captures.reads_in_place(value)
+
+    def _replayed(self, capture: _Capture, inputs: Sequence[Any]) -> list[Any]:
+        """Replay a capture, and return the outputs for the inputs that were copied into it."""
+        groups = self._groups()
+        raise_if_failed()
+        for group in groups:
+            collective_log.record(group, "graph_replay", "", self._phase.num_bytes)
+        capture.replay()
+        streams = side_streams(_device_of(inputs))
+        if streams is not None:
+            for group in groups:
+                wait_on_device(streams.after_current(), group)
+        for key, ranges in capture.absent.items():
+            self._absent.setdefault(key, []).extend(ranges)
+        for i in self._phase.written:
+            if i in capture.copied:
+                inputs[i].copy_(capture.inputs[i])
+        outputs = [*capture.outputs]
+        for i in capture.leaving:
+            outputs[i] = torch.empty_like(outputs[i])
+        _copy(outputs, capture.outputs, capture.leaving)
+        for i, position in self._phase.given.items():
+            outputs[i] = inputs[position]
+        for i in capture.saved:
+            outputs[i] = outputs[i].detach()
+        if self._phase.num_outputs < len(outputs):
+            self._captures.hold(capture.addresses)
+        return outputs
+
+
+def _address(value: Any) -> int:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else 0
+
+
+def _device_of(values: Sequence[Any]) -> torch.device:
+    return next(value.device for value in values if isinstance(value, torch.Tensor))
+
+
+def _span(value: torch.Tensor) -> torch.Tensor:
+    """View the memory between the first and the last element of a tensor."""
+    if value.is_contiguous():
+        return value.view(-1)
+    last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    return value.as_strided((last + 1,), (1,))
+
+
+def _copy(targets: Sequence[Any], values: Sequence[Any], positions: Sequence[int]) -> None:
+    """Copy the values at some positions to the targets there, in one launch where possible."""
+    expanded = [i for i in positions if 0 in targets[i].stride()]
+    for i in expanded:
+        if values[i].stride() != targets[i].stride():
+            raise FSDPStateError(
+                f"options={{'cuda_graphs': True}}: expected strides {targets[i].stride()}, as at "
+                f"the capture, got {values[i].stride()}. Leave the option out."
+            )
+        _span(targets[i]).copy_(_span(values[i]))
+    if others := [i for i in positions if i not in expanded]:
+        torch._foreach_copy_([targets[i] for i in others], [values[i] for i in others])
+
+
+__all__ = ["CapturedPhase", "Captures", "Phase", "phase_of"]
