@@ -343,21 +343,22 @@ def _issue_encoded_mean(
     """
     group = logged.group
     rank, size = group.rank(), group.size()
-    sent = wire_codec.encode_for_others(unsharded, size, rank, wire, may_lack)
+    sent = wire_codec.encode(unsharded, size, wire, may_lack, rank)
     logged.set_message_bytes(sent.nbytes)
-    output.data.view(-1).copy_(unsharded.data.view(size, -1)[rank])
+    own = unsharded.data.view(size, -1)[rank]
+    if logged.streams is None:  # do not hold the other parts until the wait
+        own = output.data.view(-1).copy_(own)
     works: Sequence[Work]
+    parts: torch.Tensor | Sequence[torch.Tensor]
     if transport_of(group, sent.device) == "point_to_point":
         first = sent.new_empty(sent.numel() // size)
         works, (parts,) = logged.send(point_to_point.issue_exchanges, [(sent, first)])
-        del parts[rank]
     else:
         received = torch.empty_like(sent)
         call = partial(dist.all_to_all_single, received, sent, group=group)
         works = _launched([call], group, sent.device)
-        messages = received.view(size, -1)
-        parts = [some for some in (messages[:rank], messages[rank + 1 :]) if len(some)]
-    finish = partial(wire_codec.add_decoded, output, parts, wire, size)
+        parts = received.view(size, -1)
+    finish = partial(wire_codec.add_decoded, output, own, parts, wire, size, rank)
     kept = (output, unsharded if given is None else given)
     return logged.in_flight(works, kept, finish, (sent, *parts))
 

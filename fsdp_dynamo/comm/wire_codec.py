@@ -29,6 +29,9 @@ Source: blockwise quantization of collectives as in ZeRO++ (arXiv:2306.10209) an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 
@@ -43,8 +46,57 @@ _CODES = {
 }
 
 
+class Kernels(Protocol):
+    """Three kernels that turn elements into messages and back.
+
+    ``parts`` are ``(m, n)``, ``messages`` ``(m, bytes)``. On a device each call is one launch.
+    """
+
+    def encode(
+        self,
+        parts: torch.Tensor,
+        messages: torch.Tensor,
+        wire: WireFormat,
+        may_lack: bool,
+        own: int | None = None,
+    ) -> None:
+        """Write one message per row of ``parts`` except ``own``."""
+
+    def decode(self, parts: torch.Tensor, messages: torch.Tensor, wire: WireFormat) -> None:
+        """Write the elements of each message to a row of ``parts``."""
+
+    def add(
+        self,
+        output: torch.Tensor,
+        own: torch.Tensor,
+        messages: torch.Tensor | Sequence[torch.Tensor],
+        wire: WireFormat,
+        divisor: float,
+        skipped: int,
+    ) -> None:
+        """Add all rows of ``messages`` but ``skipped`` to ``own`` in fp32; divide the sum."""
+
+
+@lru_cache
+def kernels_of(device: torch.device, wire: WireFormat) -> Kernels:
+    """Return the kernels of a device: Triton's on CUDA, otherwise torch's on tiles."""
+    is_cuda = device.type == "cuda" and torch.version.cuda is not None
+    if not is_cuda or find_spec("triton") is None:
+        return _OnTiles()
+    least = (8, 9) if wire.name == "float8" else (8, 0)
+    if torch.cuda.get_device_capability(device) < least:
+        return _OnTiles()
+    from fsdp_dynamo.comm import wire_triton  # Triton may not be installed
+
+    return wire_triton
+
+
 def encode(
-    values: torch.Tensor, num_parts: int, wire: WireFormat, may_lack: bool = False
+    values: torch.Tensor,
+    num_parts: int,
+    wire: WireFormat,
+    may_lack: bool = False,
+    own: int | None = None,
 ) -> torch.Tensor:
     """Encode the parts of a tensor; the messages follow each other in the result.
 
@@ -53,68 +105,100 @@ def encode(
             wire.num_bytes(n),)``.
         num_parts: number of parts of equal size.
         may_lack: whether elements may be ``NO_VALUE``, which must arrive as such.
+        own: part whose message stays uninitialized, if any.
     """
     parts = values.detach().view(num_parts, -1)
-    sent = _new_messages(parts, wire)
-    _encode_rows(parts, sent, wire, may_lack)
-    return sent.view(-1)
-
-
-def encode_for_others(
-    values: torch.Tensor, num_parts: int, own: int, wire: WireFormat, may_lack: bool
-) -> torch.Tensor:
-    """Encode all parts except ``own``, whose bytes stay uninitialized; see ``encode``."""
-    parts = values.detach().view(num_parts, -1)
-    sent = _new_messages(parts, wire)
-    for some in (slice(0, own), slice(own + 1, num_parts)):
-        if parts[some].numel():
-            _encode_rows(parts[some], sent[some], wire, may_lack)
+    size = (num_parts, wire.num_bytes(parts.shape[1]))
+    sent = torch.empty(size, dtype=torch.uint8, device=parts.device)
+    kernels_of(parts.device, wire).encode(parts, sent, wire, may_lack, own)
     return sent.view(-1)
 
 
 def decode(output: torch.Tensor, received: torch.Tensor, num_parts: int, wire: WireFormat) -> None:
     """Write the elements of ``num_parts`` messages to ``output`` ``(num_parts * n,)``."""
-    parts = output.data.view(num_parts, -1)
-    codes, scales = _views(received.view(num_parts, -1), parts.shape[1], wire)
-    if not wire.has_scales:
-        parts.copy_(codes)
-        return
-    lacks = _may_lack(scales, wire)
-    for values, some, their_scales in _tiles(wire, [parts], [codes], [scales]):
-        wire_kernels.decode(values, some, their_scales, lacks)
+    kernels = kernels_of(output.device, wire)
+    kernels.decode(output.data.view(num_parts, -1), received.view(num_parts, -1), wire)
 
 
 def add_decoded(
-    output: torch.Tensor, messages: Sequence[torch.Tensor], wire: WireFormat, divisor: float
+    output: torch.Tensor,
+    own: torch.Tensor,
+    messages: torch.Tensor | Sequence[torch.Tensor],
+    wire: WireFormat,
+    divisor: float,
+    skipped: int,
 ) -> None:
-    """Add decoded messages to ``output`` ``(n,)`` in order, and divide the sum.
+    """Write the sum of a rank's own part and of decoded messages, divided, to ``output`` ``(n,)``.
 
     Args:
-        output: holds this rank's own part; the sum is taken in fp32, whatever its dtype.
-        messages: messages of other ranks. A tensor is one message or, as ``(m, bytes)``, several
-            that are added at once. Without messages, ``output`` is unchanged.
+        output: may be ``own``.
+        own: this rank's part ``(n,)``; the sum is taken in fp32, whatever its dtype.
+        messages: ``(m, bytes)``; on CPUs also a sequence of messages, added one by one.
         divisor: divides the sum.
+        skipped: index of a message that is left out.
     """
-    flat = output.data.view(1, -1)
-    total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)
-    rows = [one if one.ndim == 2 else one.view(1, -1) for one in messages]
-    sent = [_views(some, flat.shape[1], wire) for some in rows]
-    codes, scales = [one for one, _ in sent], [one for _, one in sent]
-    lacks = [_may_lack(one, wire) for one in scales]
-    last = len(sent) - 1
-    for target, *tiles in _tiles(wire, [total], codes, scales if wire.has_scales else []):
-        for i, may_lack in enumerate(lacks):
-            their_scales = tiles[len(codes) + i] if wire.has_scales else None
-            over = divisor if i == last else 1.0
-            wire_kernels.add(target, tiles[i], their_scales, may_lack, over)
-    if total is not flat:
-        flat.copy_(total)
+    flat = output.data.view(-1)
+    kernels_of(flat.device, wire).add(flat, own.view(-1), messages, wire, divisor, skipped)
 
 
-def _new_messages(parts: torch.Tensor, wire: WireFormat) -> torch.Tensor:
-    num_parts, numel = parts.shape
-    size = (num_parts, wire.num_bytes(numel))
-    return torch.empty(size, dtype=torch.uint8, device=parts.device)
+class _OnTiles:
+    """Kernels of ``wire_kernels``."""
+
+    def encode(
+        self,
+        parts: torch.Tensor,
+        messages: torch.Tensor,
+        wire: WireFormat,
+        may_lack: bool,
+        own: int | None = None,
+    ) -> None:
+        for some in _without(own, len(parts)):
+            _encode_rows(parts[some], messages[some], wire, may_lack)
+
+    def decode(self, parts: torch.Tensor, messages: torch.Tensor, wire: WireFormat) -> None:
+        codes, scales = _views(messages, parts.shape[1], wire)
+        if not wire.has_scales:
+            parts.copy_(codes)
+            return
+        lacks = _may_lack(scales, wire)
+        for values, some, their_scales in _tiles(wire, [parts], [codes], [scales]):
+            wire_kernels.decode(values, some, their_scales, lacks)
+
+    def add(
+        self,
+        output: torch.Tensor,
+        own: torch.Tensor,
+        messages: torch.Tensor | Sequence[torch.Tensor],
+        wire: WireFormat,
+        divisor: float,
+        skipped: int,
+    ) -> None:
+        if output.data_ptr() != own.data_ptr():
+            output.copy_(own)
+        flat = output.view(1, -1)
+        total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)
+        if isinstance(messages, torch.Tensor):
+            rows = [messages[some] for some in _without(skipped, len(messages))]
+        else:
+            rows = [one.view(1, -1) for i, one in enumerate(messages) if i != skipped]
+        sent = [_views(some, flat.shape[1], wire) for some in rows]
+        codes, scales = [one for one, _ in sent], [one for _, one in sent]
+        lacks = [_may_lack(one, wire) for one in scales]
+        last = len(sent) - 1
+        for target, *tiles in _tiles(wire, [total], codes, scales if wire.has_scales else []):
+            for i, may_lack in enumerate(lacks):
+                their_scales = tiles[len(codes) + i] if wire.has_scales else None
+                over = divisor if i == last else 1.0
+                wire_kernels.add(target, tiles[i], their_scales, may_lack, over)
+        if total is not flat:
+            flat.copy_(total)
+
+
+def _without(index: int | None, length: int) -> list[slice]:
+    """Slices of a sequence that leave out one index."""
+    if index is None:
+        return [slice(0, length)]
+    return [some for some in (slice(0, index), slice(index + 1, length)) if some.start < some.stop]
 
 
 def _views(

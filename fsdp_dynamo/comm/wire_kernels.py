@@ -1,8 +1,7 @@
-"""Arithmetic of encoded messages, on tiles of several blocks.
+"""Arithmetic of encoded messages with torch, on tiles of several blocks.
 
-On a CPU a tile stays in the cache, so that its many passes cost one pass over memory. On a device
-each launch costs the host more than the device, so a tile is as large as a unit there.
-``compile_kernels`` fuses the passes.
+A tile stays in a CPU's cache, so that its many passes cost one pass over memory.
+``compile_kernels`` fuses the passes. CUDA devices with Triton run ``wire_triton`` instead.
 
 Elements and codes of a tile are ``(..., blocks, block)``, scales ``(..., blocks, 1)``.
 """
@@ -13,7 +12,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -37,13 +35,10 @@ _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def tile_numel(device: torch.device) -> int:
-    """Largest number of elements of a tile; compiles the kernels on CUDA if Triton is installed."""
-    if not streams.host_runs_ahead(device):
-        return 1 << 20 if _compiled else 1 << 18
-    if not _compiled and device.type == "cuda" and find_spec("triton") is not None:
-        compile_kernels("inductor")  # in eager mode, too: one by one they cost more than is saved
-    # A compiled kernel needs no intermediate tensors, so its tile may be large.
-    return 1 << 28 if _compiled else 1 << 22
+    """Largest number of elements of a tile."""
+    if streams.host_runs_ahead(device):
+        return 1 << 22  # launches cost more than passes over memory
+    return 1 << 20 if _compiled else 1 << 18
 
 
 def compile_kernels(backend: str | Callable[..., Any]) -> None:
@@ -159,9 +154,6 @@ def _encode_with_noise(
     largest: float,
     lack: int | None,
 ) -> torch.Tensor:
-    if noise.ndim < values.ndim:  # repeated
-        places = torch.arange(values.numel(), device=values.device) % noise.numel()
-        noise = noise[places].view(values.shape)
     exact = values.to(torch.float32)
     bounds = _bounds(exact, largest)
     factors = largest / bounds
@@ -216,7 +208,7 @@ _KERNELS = (_encode, _encode_with_noise, _decode, _add, _pack, _unpack)
 # -- noise ---------------------------------------------------------------------------------------
 
 _offsets = random.Random(0)
-"""Offsets of the tiles' noise in ``_numbers``; the sequence differs between ranks."""
+"""Seeds, and offsets of tiles' noise in ``_numbers``; the sequence differs between ranks."""
 
 
 def begin_noise() -> None:
@@ -239,26 +231,19 @@ def noise_unchanged() -> Iterator[None]:
         _offsets.setstate(state)
 
 
+def next_seed() -> int:
+    """Return a seed for a kernel that makes its own noise, 0 to 2**31 - 1."""
+    return _offsets.randrange(1 << 31)
+
+
 def _noise_like(values: torch.Tensor) -> torch.Tensor:
     """Uniform noise in (0, 1) for a tile, in its shape.
 
-    It is a slice of a fixed table, since generating it would cost more than all the rest. A tile
-    larger than the table of a device gets a 1-D slice, to be repeated.
+    It is a slice of a fixed table, since generating it would cost more than all the rest.
     """
-    device = values.device
-    if not streams.host_runs_ahead(device):
-        most = tile_numel(device)
-        first = _offsets.randrange(most)
-    else:
-        most = _DEVICE_RUN
-        first = _offsets.randrange(0, most, _ALIGNED)
-    run = _numbers(device, most)[first : first + min(most, values.numel())]
-    return run.view(values.shape) if values.numel() <= most else run
-
-
-_DEVICE_RUN = 1 << 22
-_ALIGNED = 4
-"""fp32 elements: a slice with another offset would be copied before a kernel reads it."""
+    most = max(tile_numel(values.device), values.numel())
+    first = _offsets.randrange(most)
+    return _numbers(values.device, most)[first : first + values.numel()].view(values.shape)
 
 
 @cache

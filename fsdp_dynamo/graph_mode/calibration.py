@@ -115,8 +115,9 @@ def _known_or(
 @cache
 def _measured_code() -> str:
     """Digest of the code that measures and of the code that is measured."""
-    files = (__file__, wire_kernels.__file__)
-    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+    kernels = Path(wire_kernels.__file__).parent.glob("wire_*.py")
+    files = [Path(__file__), *sorted(kernels)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _path_of(group: dist.ProcessGroup, device: torch.device, *more: str) -> Path:
