@@ -286,7 +286,9 @@ class UnshardedSum:
         self._used.difference_update(indices)
         return taken
 
-    def keep_reduced(self, indices: Collection[int], parts: Sequence[torch.Tensor]) -> None:
+    def keep_reduced(
+        self, indices: Collection[int], parts: Sequence[torch.Tensor] | dict[int, torch.Tensor]
+    ) -> None:
         """Keep reduced gradients apart until the sum is taken: now, if nothing is trained."""
         for index in indices:
             if has_value([parts[index]])[0]:

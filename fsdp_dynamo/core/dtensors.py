@@ -352,6 +352,11 @@ def refuse_tensor_hooks(param: torch.Tensor, paths: UnitPaths, fqn: str) -> None
         )
 
 
+def has_post_accumulate_hooks(param: torch.Tensor) -> bool:
+    """Whether ``register_post_accumulate_grad_hook()`` has given a parameter hooks."""
+    return bool(param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Call hooks of ``register_post_accumulate_grad_hook()``, in the order of registration.
 

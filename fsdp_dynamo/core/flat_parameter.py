@@ -54,6 +54,7 @@ from fsdp_dynamo.comm.streams import StreamEvent, side_streams
 from fsdp_dynamo.core.accumulation import UnshardedSum
 from fsdp_dynamo.core.dtensors import (
     Placing,
+    has_post_accumulate_hooks,
     mesh_of,
     mesh_of_levels,
     refuse_tensor_hooks,
@@ -536,15 +537,28 @@ class FlatParameter:
         if self.grad_sum.total is not None:
             reduced: list[torch.Tensor | None] = [None] * len(parts)
             for index in trained:
-                reduced[index] = parts[index]
+                reduced[index] = None if index in unused else parts[index]
             self.grad_sum.add_reduced(reduced)
+            # Their `.grad` may be None, which would drop them from the sum.
+            self.grad_sum.keep_reduced([index for index in trained if index in unused], parts)
             return []
         undecided: Undecided = []
         if unused and not self.grad_sum.settings.zeros_unused:
             undecided = [(self, index, parts[index]) for index in trained if index in unused]
-            trained = [index for index in trained if index not in unused]
+            absent = {index for _, index, _ in undecided}
+            if self._has_hooks():  # now: they may call collectives, in one order on all ranks
+                has = has_value([part for _, _, part in undecided])
+                absent = {
+                    one[1] for one, has_one in zip(undecided, has, strict=True) if not has_one
+                }
+                undecided = []
+            trained = [index for index in trained if index not in absent]
         self._add_parts(trained, parts)
         return undecided
+
+    def _has_hooks(self) -> bool:
+        params = [original.param for original in self.originals]
+        return self.runs_hooks and any(map(has_post_accumulate_hooks, params))
 
     def _add_parts(
         self, indices: Sequence[int], parts: Sequence[torch.Tensor] | dict[int, torch.Tensor]
@@ -562,7 +576,9 @@ class FlatParameter:
         """
         has = has_value([part for _, _, part in undecided])
         for (flat, index, part), has_one in zip(undecided, has, strict=True):
-            if has_one:
+            if has_one and flat.grad_sum.total is not None:  # a later backward has left a sum
+                flat.grad_sum.keep_reduced([index], {index: part})
+            elif has_one:
                 flat._add_parts([index], {index: part})
 
     # -- moving ----------------------------------------------------------------------------

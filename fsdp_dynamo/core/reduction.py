@@ -278,6 +278,8 @@ class ReduceQueue:
         self._pending: deque[PendingReduce] = deque()
         self._copies: deque[tuple[FlatParameter, Collection[int], HostCopy]] = deque()
         self._undecided: Undecided = []
+        # The memory of what is undecided is of this one's stream.
+        self._last_undecided: PendingReduce | None = None
 
     def advance(self) -> None:
         """Start pending second collectives, and add gradients that have arrived on the host."""
@@ -302,6 +304,7 @@ class ReduceQueue:
                 self._copies.append((flat, pending.unused, copy))
             elif grad is not None:
                 self._accumulate(flat, grad, pending.unused)
+                self._last_undecided = pending if self._undecided else None
 
     def _accumulate_copy(self) -> None:
         flat, unused, copy = self._copies.popleft()
@@ -314,7 +317,10 @@ class ReduceQueue:
 
     def _decide(self) -> None:
         undecided, self._undecided = self._undecided, []
-        FlatParameter.add_present(undecided)
+        last, self._last_undecided = self._last_undecided, None
+        if undecided:
+            with nullcontext() if last is None else last.on_stream():
+                FlatParameter.add_present(undecided)
 
     def issue(
         self, flat: FlatParameter, unsharded_grad: UnshardedGrad, unused: Collection[int]

@@ -14,14 +14,14 @@ and outputs, too::
 
 While a forward waits for its backward, its saved tensors must stay as they are: other forwards run
 uncaptured until then. NCCL wants all ranks to capture, replay or run a collective alike. Therefore
-nothing here depends on what may differ between ranks, such as addresses that an allocator happened
-to choose, or the time at which a tensor dies.
+decisions follow from what the program does on all ranks, not from the time at which a tensor dies,
+or from an address at which an allocator happened to put it: a capture holds what it reads.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,9 +34,18 @@ from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collectives import transport_of
 from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.comm.watchdog import raise_if_failed, wait_on_device
+from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.graph_mode.offloading import TO_DEVICE, TO_HOST
-from graph_passes.graph_utils import group_of, is_backward, is_collective, num_bytes, values_of
+from graph_passes.graph_utils import (
+    group_of,
+    is_backward,
+    is_collective,
+    num_bytes,
+    op_name,
+    storage_of,
+    values_of,
+)
 from graph_passes.markers import wire_of
 
 NUM_OUTPUTS = "fsdp_dynamo_num_outputs"
@@ -57,7 +66,7 @@ class Phase(NamedTuple):
         is_backward: whether it is the backward.
         num_outputs: number of outputs, from the first, that leave the compiled code; the others are
             saved for the backward.
-        given: by position of an output, position of the input that it is.
+        given: by position of a forward's output, position of the input that it is.
         unread: positions of inputs that nothing reads.
         written: positions of inputs that are written.
         groups: registered names of the groups of its collectives.
@@ -81,11 +90,14 @@ def phase_of(graph: fx.Graph) -> Phase:
     (output,) = graph.find_nodes(op="output")
     outputs = output.args[0]
     collectives = [node for node in graph.nodes if is_collective(node)]
+    # A gradient that is a saved tensor would be overwritten by the next replay.
+    given = {i: inputs[node] for i, node in enumerate(outputs) if node in inputs}
+    given, readers = ({}, ()) if is_backward(graph) else (given, (output,))
     return Phase(
         is_backward(graph),
         output.meta.get(NUM_OUTPUTS, len(outputs)),
-        {i: inputs[node] for i, node in enumerate(outputs) if node in inputs},
-        frozenset(i for node, i in inputs.items() if all(user is output for user in node.users)),
+        given,
+        frozenset(i for node, i in inputs.items() if all(user in readers for user in node.users)),
         tuple(inputs[node] for node in _written(graph) if node in inputs),
         tuple(dict.fromkeys(map(group_of, collectives))),
         sum(map(num_bytes, collectives)),
@@ -102,7 +114,7 @@ def _written(graph: fx.Graph) -> Iterator[fx.Node]:
 
 _BODIES = torch.ops.higher_order
 _CHOOSING = {_BODIES.cond, _BODIES.while_loop, _BODIES.scan, _BODIES.associative_scan}
-_READING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_READING = {torch.ops.aten.multinomial.default, torch.ops.aten.nonzero.default}
 
 
 def _obstacles(graph: fx.Graph) -> Iterator[str]:
@@ -113,7 +125,7 @@ def _obstacles(graph: fx.Graph) -> Iterator[str]:
     for node in (node for one in (graph, *graphs) for node in one.nodes):
         if node.target in (TO_DEVICE, TO_HOST):
             yield "shards are offloaded to the host"
-        if node.target in _CHOOSING or _READING.intersection(getattr(node.target, "tags", ())):
+        if _reads_on_host(node):
             yield f"{node.target} reads values on the host"
         if "rng_state" in str(node.target):
             yield "a state of random numbers is kept for recomputation"
@@ -123,8 +135,24 @@ def _obstacles(graph: fx.Graph) -> Iterator[str]:
         devices |= {value.device for value in values if isinstance(value, torch.Tensor)}
         if node.op == "placeholder" and any(not isinstance(v, torch.Tensor) for v in values):
             yield "sizes or numbers change between calls"
+    if not graph.find_nodes(op="placeholder"):
+        yield "it has no inputs"
     if len(devices) > 1:
         yield f"its tensors are on {' and '.join(sorted(map(str, devices)))}"
+
+
+def _reads_on_host(node: fx.Node) -> bool:
+    if node.target in _CHOOSING or node.target in _READING:
+        return True
+    if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+        return True
+    tensors = [value for value in values_of(node) if isinstance(value, torch.Tensor)]
+    if any(isinstance(size, torch.SymInt) for value in tensors for size in value.shape):
+        return True  # of a static graph: the size depends on values
+    if not op_name(node).startswith(("aten::index", "aten::_unsafe_index")):
+        return False
+    values = [value for one in node.all_input_nodes[1:] for value in values_of(one)]
+    return any(isinstance(v, torch.Tensor) and v.dtype == torch.bool for v in values)
 
 
 class _Capture(NamedTuple):
@@ -134,20 +162,20 @@ class _Capture(NamedTuple):
         replay: runs it on the current stream.
         inputs: tensors that it reads; held, so that no other tensor gets their addresses.
         copied: positions of inputs that are copied into them.
+        in_place: positions of inputs that are read where they are.
         outputs: tensors that it writes, and outputs that are no tensors.
-        leaving: positions of outputs that are copied.
+        leaving: outputs that are copied.
         saved: positions of outputs that are saved for the backward.
-        addresses: theirs.
         absent: what ``GraphOperators.take_absent`` returns after it.
     """
 
     replay: Callable[[], None]
     inputs: list[Any]
     copied: tuple[int, ...]
+    in_place: tuple[int, ...]
     outputs: list[Any]
-    leaving: tuple[int, ...]
+    leaving: _Leaving
     saved: tuple[int, ...]
-    addresses: set[int]
     absent: dict[Any, Any]
 
 
@@ -158,7 +186,8 @@ class Captures:
         self.refused = ""
         self._in_place: set[int] = set()
         self._forward = self._backward = 0  # numbers of those that run
-        self._held = 0  # number of the forward that was replayed last
+        self._backward_of_replay = False  # the forward of that backward was replayed
+        self._held = -1  # number of the forward that was replayed last
         self._is_awaited = False  # its backward has not run
         self._saved: set[int] = set()
         self._place: tuple[Any, Any] | None = None  # memory pool and stream of captures
@@ -168,21 +197,29 @@ class Captures:
         self._forward += 1
         self._in_place = {value.data_ptr() for value in in_place}
 
-    def await_backward(self) -> Callable[[], None]:
-        """Keep the saved tensors; return a function to be called when the backward begins."""
-        self._is_awaited |= self._held == self._forward
-        return partial(setattr, self, "_backward", self._forward)
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """Keep the saved tensors of the forward until its backward, if it can have one."""
+        was_replayed = self._held == self._forward
+        enter = partial(_enter_backward, self, self._forward, was_replayed)
+        for output in outputs:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                self._is_awaited |= was_replayed
+                output.register_hook(enter)
 
-    def may_run(self, is_backward: bool, inputs: Sequence[Any]) -> bool:
+    def enter_backward(self, number: int, was_replayed: bool) -> None:
+        """Begin the backward of a forward."""
+        self._backward, self._backward_of_replay = number, was_replayed
+
+    def may_run(self, is_backward: bool) -> bool:
         """Whether the phase that is called may be replayed now.
 
         Raises:
             FSDPStateError: the saved tensors of this backward were overwritten.
         """
         if not is_backward:
-            return self._forward > WARM_UP and not self._is_awaited
+            return not self._is_awaited
         number, is_held = self._backward, self._backward == self._held
-        if not is_held and not self._saved.isdisjoint(map(_address, inputs)):
+        if self._backward_of_replay and not is_held:
             raise FSDPStateError(
                 f"options={{'cuda_graphs': True}}: expected the backward of forward {number} "
                 f"before forward {self._held}, got it afterwards: the tensors that it saved were "
@@ -197,13 +234,18 @@ class Captures:
         """Whether an input stays at its address."""
         return value.data_ptr() in self._in_place or value.data_ptr() in self._saved
 
-    def hold(self, saved: set[int]) -> None:
-        """Note the addresses that the forward that runs leaves to its backward."""
-        self._held, self._saved = self._forward, saved
+    def hold(self, saved: Iterable[torch.Tensor]) -> None:
+        """Note what the forward that runs leaves to its backward."""
+        self._held, self._saved = self._forward, {one.data_ptr() for one in saved}
+
+    def begin_anew(self) -> None:
+        """Take other memory for captures: torch frees a pool with its last capture."""
+        self._place = None
 
     def capture(self, run: Callable[[], _Result], device: torch.device) -> tuple[Any, _Result]:
         """Capture what ``run`` enqueues; return a function that replays it, and its result."""
-        with torch.cuda.device(device):
+        # The current stream is current again if the capture fails.
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
             if self._place is None:
                 self._place = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
             pool, stream = self._place
@@ -237,13 +279,17 @@ class CapturedPhase:
         self._absent = absent
         self._refused: str | None = None  # unknown before the first inputs
         self._capture: _Capture | None = None
-        self._num_captures = 0
+        self._num_calls = self._num_captures = 0
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if not self._captures.may_run(self._phase.is_backward, inputs) or self._is_refused(inputs):
+        self._num_calls += 1
+        may_run = self._captures.may_run(self._phase.is_backward)
+        if not may_run or self._num_calls <= WARM_UP or self._is_refused(inputs):
             return self._run(inputs)
         capture = self._capture
         if capture is None or self._has_moved(capture, inputs):
+            if capture is not None and not self._phase.is_backward:
+                self._captures.begin_anew()
             self._capture = capture = None  # frees its memory
             if self._num_captures == _MAX_CAPTURES:
                 self._refuse("its parameters move between steps")
@@ -274,19 +320,20 @@ class CapturedPhase:
         return [*map(resolve, self._phase.groups)]
 
     def _has_moved(self, capture: _Capture, inputs: Sequence[Any]) -> bool:
-        unmoved = (*self._phase.unread, *capture.copied)
-        pairs = enumerate(zip(inputs, capture.inputs, strict=True))
-        return any(_address(a) != _address(b) for i, (a, b) in pairs if i not in unmoved)
+        return any(inputs[i].data_ptr() != capture.inputs[i].data_ptr() for i in capture.in_place)
 
     def _new_capture(self, inputs: Sequence[Any]) -> _Capture:
         phase, static = self._phase, [*inputs]
-        for i in phase.unread:
-            static[i] = None
-        copied = [
-            i for i, value in enumerate(static) if value is not None and not self._stays(value)
-        ]
-        for i in copied:
-            static[i] = _span(inputs[i]).clone().as_strided(inputs[i].shape, inputs[i].stride())
+        copied, in_place = [], []
+        for i, value in enumerate(inputs):
+            if i in phase.unread:
+                static[i] = None
+            elif self._captures.reads_in_place(value):
+                in_place.append(i)
+                static[i] = value.detach()  # `data` of a parameter may be replaced
+            else:
+                copied.append(i)
+                static[i] = _span(value).clone().as_strided(value.shape, value.stride())
         before, absent = {**self._absent}, self._absent
         absent.clear()
         outputs, replay = self._record(
@@ -296,10 +343,10 @@ class CapturedPhase:
         absent.clear()
         absent.update(before)
         own = [i for i in range(len(outputs)) if has_tensor[i] and i not in phase.given]
-        leaving = tuple(i for i in own if i < phase.num_outputs)
+        leaving = _Leaving({i: outputs[i] for i in own if i < phase.num_outputs})
         saved = tuple(i for i in own if i >= phase.num_outputs)
-        at = {_address(outputs[i]) for i in saved}
-        return _Capture(replay, static, tuple(copied), outputs, leaving, saved, at, made)
+        places = tuple(copied), tuple(in_place)
+        return _Capture(replay, static, *places, outputs, leaving, saved, made)
 
     def _record(self, inputs: Sequence[Any]) -> tuple[list[Any], Callable[[], None]]:
         """Capture the code with these inputs; return its outputs, and what replays it."""
@@ -317,9 +364,6 @@ class CapturedPhase:
     def _run_again(self, inputs: Sequence[Any]) -> Any:
         return self._run([*inputs])
 
-    def _stays(self, value: Any) -> bool:
-        return not isinstance(value, torch.Tensor) or self._captures.reads_in_place(value)
-
     def _replayed(self, capture: _Capture, inputs: Sequence[Any]) -> list[Any]:
         """Replay a capture, and return the outputs for the inputs that were copied into it."""
         groups = self._groups()
@@ -334,23 +378,61 @@ class CapturedPhase:
         for key, ranges in capture.absent.items():
             self._absent.setdefault(key, []).extend(ranges)
         for i in self._phase.written:
-            if i in capture.copied:
+            if i not in capture.in_place:
                 inputs[i].copy_(capture.inputs[i])
         outputs = [*capture.outputs]
-        for i in capture.leaving:
-            outputs[i] = torch.empty_like(outputs[i])
-        _copy(outputs, capture.outputs, capture.leaving)
+        for i, copy in capture.leaving.copies():
+            outputs[i] = copy
         for i, position in self._phase.given.items():
             outputs[i] = inputs[position]
         for i in capture.saved:
             outputs[i] = outputs[i].detach()
         if self._phase.num_outputs < len(outputs):
-            self._captures.hold(capture.addresses)
+            self._captures.hold(outputs[i] for i in capture.saved)
         return outputs
 
 
-def _address(value: Any) -> int:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else 0
+@untraced(BY_AUTOGRAD)
+def _enter_backward(captures: Captures, number: int, was_replayed: bool, _grad: Any) -> None:
+    captures.enter_backward(number, was_replayed)
+
+
+class _Leaving:
+    """Outputs that are copied out of the memory of a capture; copies share memory as they do.
+
+    Args:
+        outputs: by position.
+    """
+
+    def __init__(self, outputs: Mapping[int, torch.Tensor]) -> None:
+        groups: dict[Any, list[int]] = {}
+        for i, one in outputs.items():
+            groups.setdefault((storage_of(one), one.dtype), []).append(i)
+        self._alone: dict[int, torch.Tensor] = {}
+        self._views: list[tuple[torch.Tensor, dict[int, torch.Tensor]]] = []
+        for members in groups.values():
+            some = {i: outputs[i] for i in members}
+            if len(some) == 1 and 0 not in outputs[members[0]].stride():
+                self._alone |= some
+                continue
+            begin = min(one.storage_offset() for one in some.values())
+            end = max(one.storage_offset() + _span(one).numel() for one in some.values())
+            whole = outputs[members[0]].as_strided((end - begin,), (1,), begin)
+            self._views.append((whole, some))
+
+    def copies(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the positions of outputs, and copies of them."""
+        alone = [
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+            for one in self._alone.values()
+        ]
+        if alone:
+            torch._foreach_copy_(alone, [*self._alone.values()])
+        yield from zip(self._alone, alone, strict=True)
+        for whole, some in self._views:
+            copy, begin = whole.clone(), whole.storage_offset()
+            for i, one in some.items():
+                yield i, copy.as_strided(one.shape, one.stride(), one.storage_offset() - begin)
 
 
 def _device_of(values: Sequence[Any]) -> torch.device:
@@ -361,6 +443,8 @@ def _span(value: torch.Tensor) -> torch.Tensor:
     """View the memory between the first and the last element of a tensor."""
     if value.is_contiguous():
         return value.view(-1)
+    if not value.numel():
+        return value.as_strided((0,), (1,))
     last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
     return value.as_strided((last + 1,), (1,))
 

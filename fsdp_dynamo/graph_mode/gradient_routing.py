@@ -146,10 +146,15 @@ class _RouteGradients(torch.autograd.Function):
 
 
 def _run(
-    compiled: Callable[..., Any], arguments: Sequence[Any], secondaries: SecondaryInputs
+    compiled: Callable[..., Any],
+    arguments: Sequence[Any],
+    secondaries: SecondaryInputs,
+    captures: Captures | None,
 ) -> Any:
     try:
         outputs = compiled(*arguments)
+        if captures is not None:
+            captures.watch(outputs)
     except BaseException:  # the graph has dropped what it had in flight
         secondaries.abandon()
         raise
@@ -184,15 +189,15 @@ def route_gradients(compiled: Callable[..., Any], operators: GraphOperators) -> 
         if captures is not None and secondaries:
             captures.refused = "secondary shards are gathered anew in each step"
         if not handlers or not torch.is_grad_enabled():
-            return _run(compiled, arguments, secondaries)
+            return _run(compiled, arguments, secondaries, captures)
         routed = [arguments[position] for position in handlers]
         tracked = _RouteGradients.apply(  # type: ignore[no-untyped-call]
             operators, list(handlers.values()), secondaries, *routed
         )
         for position, shard in zip(handlers, tracked, strict=True):
             arguments[position] = shard
-        outputs = _run(compiled, arguments, secondaries)
-        _watch_backward(inputs, outputs, captures)
+        outputs = _run(compiled, arguments, secondaries, captures)
+        _watch_backward(inputs, outputs)
         return outputs
 
     return run
@@ -213,27 +218,19 @@ def _stays(value: Any) -> bool:
     return isinstance(value, torch.nn.Parameter) or hasattr(value, _OWNER)
 
 
-def _watch_backward(
-    inputs: Sequence[Any], outputs: Sequence[Any], captures: Captures | None
-) -> None:
+def _watch_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Hook the outputs, so that ``_begin_backward`` runs before a graph's backward."""
-    watched = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
-    enter = captures.await_backward() if captures is not None and watched else None
-    begin = partial(_begin_backward, list(_flats_in(inputs)), events.current_step(), enter)
-    for output in watched:
-        output.register_hook(begin)
+    begin = partial(_begin_backward, list(_flats_in(inputs)), events.current_step())
+    for output in outputs:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(begin)
 
 
 @untraced(BY_AUTOGRAD)
 def _begin_backward(
-    flats: Sequence[FlatParameter],
-    step: events.Step | None,
-    enter: Callable[[], None] | None,
-    _grad: torch.Tensor | None,
+    flats: Sequence[FlatParameter], step: events.Step | None, _grad: torch.Tensor | None
 ) -> None:
     events.enter_backward(step)
-    if enter is not None:
-        enter()
     if flats:
         graph_recording.current().begin_graph(flats[0].device)
     for flat in flats:

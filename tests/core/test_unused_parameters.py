@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from loops import whole_gradients
+from loops import whole, whole_gradients
 from modes import MODES, in_mode
 from pool import on_ranks
 from torch import nn
@@ -169,3 +170,50 @@ def test_whole_gradients_and_hooks(rank: int, mode: str) -> None:
         assert calls <= used
         assert model.clip_grad_norm_(1.0).isfinite()
     assert not grads["gate"].any()
+
+
+@on_ranks(2)
+def test_hooks_run_in_one_order_on_all_ranks(rank: int) -> None:
+    """They may call collectives: also for a parameter that only one rank has used."""
+    torch.manual_seed(0)
+    model: Any = _Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.choose(0, uses_gate=rank == 1)
+    norms: dict[str, float] = {}
+
+    def add(name: str, param: torch.Tensor) -> None:
+        assert param.grad is not None
+        norms[name] = float(whole(param.grad).norm())
+
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(partial(add, name))
+    model(torch.ones(4, WIDTH)).backward()
+    grads = whole_gradients(model)
+    assert norms == pytest.approx({name: float(grad.norm()) for name, grad in grads.items()})
+    assert norms["gate"]
+
+
+@on_ranks(2)
+def test_a_backward_that_sums_before_the_last_is_decided(rank: int) -> None:
+    """What another rank has used joins the sum that a later backward has begun."""
+    torch.manual_seed(0)
+    model: Any = _Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    found = []
+    for is_last in (True, False):
+        model.zero_grad()
+        model.choose(0, uses_gate=rank == 1)
+        model.set_is_last_backward(is_last)
+        model(torch.ones(4, WIDTH)).backward()
+        model.set_is_last_backward(True)
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(4, WIDTH)).backward()
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(4, WIDTH)).backward()
+        found.append(whole_gradients(model))
+    torch.testing.assert_close(found[1], found[0])
+    assert found[0]["gate"].any()

@@ -190,7 +190,7 @@ def test_what_the_user_keeps_stays_as_it_is(rank: int) -> None:
 
 
 class _Branches(nn.Module):
-    """Runs one of two layers; neither rank uses the second one if ``both`` is false."""
+    """Runs the first of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
