@@ -1,4 +1,4 @@
-"""State that belongs to a process group, and is dropped with it."""
+"""Groups by their names, and state that belongs to a group and is dropped with it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import torch.distributed as dist
 State = TypeVar("State")
 
 _states: WeakKeyDictionary[dist.ProcessGroup, dict[Callable[[], Any], Any]] = WeakKeyDictionary()
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the group with a registered name, which graphs hold in its place."""
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    return group
 
 
 def state_of(group: dist.ProcessGroup | None, kind: Callable[[], State]) -> State:

@@ -544,15 +544,13 @@ class FlatParameter:
             return []
         undecided: Undecided = []
         if unused and not self.grad_sum.settings.zeros_unused:
-            undecided = [(self, index, parts[index]) for index in trained if index in unused]
-            absent = {index for _, index, _ in undecided}
+            waiting = [index for index in trained if index in unused]
             if self._has_hooks():  # now: they may call collectives, in one order on all ranks
-                has = has_value([part for _, _, part in undecided])
-                absent = {
-                    one[1] for one, has_one in zip(undecided, has, strict=True) if not has_one
-                }
-                undecided = []
-            trained = [index for index in trained if index not in absent]
+                has = has_value([parts[index] for index in waiting])
+                waiting = [one for one, has_one in zip(waiting, has, strict=True) if not has_one]
+            else:
+                undecided = [(self, index, parts[index]) for index in waiting]
+            trained = [index for index in trained if index not in waiting]
         self._add_parts(trained, parts)
         return undecided
 

@@ -21,7 +21,7 @@ or from an address at which an allocator happened to put it: a capture holds wha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +32,7 @@ from torch import fx
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collectives import transport_of
+from fsdp_dynamo.comm.group_state import group_named
 from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.comm.watchdog import raise_if_failed, wait_on_device
 from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
@@ -109,7 +110,8 @@ def _written(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            yield node.args[0]
+            first = node.args[0]
+            yield from first if isinstance(first, (list, tuple)) else [first]
 
 
 _BODIES = torch.ops.higher_order
@@ -160,22 +162,21 @@ class _Capture(NamedTuple):
 
     Attributes:
         replay: runs it on the current stream.
-        inputs: tensors that it reads; held, so that no other tensor gets their addresses.
-        copied: positions of inputs that are copied into them.
-        in_place: positions of inputs that are read where they are.
+        copied: by position, tensors into which inputs are copied.
+        in_place: by position, inputs as they are read; held, so that no other tensor gets their
+            addresses.
         outputs: tensors that it writes, and outputs that are no tensors.
         leaving: outputs that are copied.
-        saved: positions of outputs that are saved for the backward.
+        saved: by position, outputs that are saved for the backward.
         absent: what ``GraphOperators.take_absent`` returns after it.
     """
 
     replay: Callable[[], None]
-    inputs: list[Any]
-    copied: tuple[int, ...]
-    in_place: tuple[int, ...]
+    copied: dict[int, torch.Tensor]
+    in_place: dict[int, torch.Tensor]
     outputs: list[Any]
     leaving: _Leaving
-    saved: tuple[int, ...]
+    saved: dict[int, torch.Tensor]
     absent: dict[Any, Any]
 
 
@@ -189,7 +190,7 @@ class Captures:
         self._backward_of_replay = False  # the forward of that backward was replayed
         self._held = -1  # number of the forward that was replayed last
         self._is_awaited = False  # its backward has not run
-        self._saved: set[int] = set()
+        self._saved: Collection[torch.Tensor] = ()
         self._place: tuple[Any, Any] | None = None  # memory pool and stream of captures
 
     def begin_forward(self, in_place: Sequence[torch.Tensor]) -> None:
@@ -230,17 +231,17 @@ class Captures:
             self._is_awaited = False
         return is_held
 
-    def reads_in_place(self, value: torch.Tensor) -> bool:
-        """Whether an input stays at its address."""
-        return value.data_ptr() in self._in_place or value.data_ptr() in self._saved
+    def in_place(self) -> set[int]:
+        """Return the addresses of inputs that stay there."""
+        return self._in_place.union(one.data_ptr() for one in self._saved)
 
-    def hold(self, saved: Iterable[torch.Tensor]) -> None:
+    def hold(self, saved: Collection[torch.Tensor]) -> None:
         """Note what the forward that runs leaves to its backward."""
-        self._held, self._saved = self._forward, {one.data_ptr() for one in saved}
+        self._held, self._saved = self._forward, saved
 
     def begin_anew(self) -> None:
         """Take other memory for captures: torch frees a pool with its last capture."""
-        self._place = None
+        self._place, self._saved = None, ()
 
     def capture(self, run: Callable[[], _Result], device: torch.device) -> tuple[Any, _Result]:
         """Capture what ``run`` enqueues; return a function that replays it, and its result."""
@@ -297,7 +298,7 @@ class CapturedPhase:
             self._num_captures += 1
             self._capture = capture = self._new_capture(inputs)
         else:
-            _copy(capture.inputs, inputs, capture.copied)
+            _copy(capture.copied, inputs)
         outputs = self._replayed(capture, inputs)
         inputs.clear()
         return outputs
@@ -316,37 +317,37 @@ class CapturedPhase:
             warnings.warn(f"{where}: a {phase} runs without a graph: {reason}.", stacklevel=2)
 
     def _groups(self) -> list[dist.ProcessGroup]:
-        resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-        return [*map(resolve, self._phase.groups)]
+        return [*map(group_named, self._phase.groups)]
 
     def _has_moved(self, capture: _Capture, inputs: Sequence[Any]) -> bool:
-        return any(inputs[i].data_ptr() != capture.inputs[i].data_ptr() for i in capture.in_place)
+        held = capture.in_place.items()
+        return any(inputs[i].data_ptr() != one.data_ptr() for i, one in held)
 
     def _new_capture(self, inputs: Sequence[Any]) -> _Capture:
-        phase, static = self._phase, [*inputs]
-        copied, in_place = [], []
+        phase, staying = self._phase, self._captures.in_place()
+        copied, in_place = {}, {}
         for i, value in enumerate(inputs):
             if i in phase.unread:
-                static[i] = None
-            elif self._captures.reads_in_place(value):
-                in_place.append(i)
-                static[i] = value.detach()  # `data` of a parameter may be replaced
+                continue
+            if value.data_ptr() in staying:
+                in_place[i] = value.detach()  # `data` of a parameter may be replaced
             else:
-                copied.append(i)
-                static[i] = _span(value).clone().as_strided(value.shape, value.stride())
+                copied[i] = _span(value).clone().as_strided(value.shape, value.stride())
         before, absent = {**self._absent}, self._absent
         absent.clear()
-        outputs, replay = self._record(
-            [v if s is None else s for s, v in zip(static, inputs, strict=True)]
-        )
-        made, has_tensor = {**absent}, [isinstance(one, torch.Tensor) for one in outputs]
+        static = copied | in_place
+        outputs, replay = self._record([static.get(i, one) for i, one in enumerate(inputs)])
+        made = {**absent}
         absent.clear()
         absent.update(before)
-        own = [i for i in range(len(outputs)) if has_tensor[i] and i not in phase.given]
-        leaving = _Leaving({i: outputs[i] for i in own if i < phase.num_outputs})
-        saved = tuple(i for i in own if i >= phase.num_outputs)
-        places = tuple(copied), tuple(in_place)
-        return _Capture(replay, static, *places, outputs, leaving, saved, made)
+        own = {
+            i: one
+            for i, one in enumerate(outputs)
+            if isinstance(one, torch.Tensor) and i not in phase.given
+        }
+        leaving = _Leaving({i: one for i, one in own.items() if i < phase.num_outputs})
+        saved = {i: one for i, one in own.items() if i >= phase.num_outputs}
+        return _Capture(replay, copied, in_place, outputs, leaving, saved, made)
 
     def _record(self, inputs: Sequence[Any]) -> tuple[list[Any], Callable[[], None]]:
         """Capture the code with these inputs; return its outputs, and what replays it."""
@@ -378,17 +379,17 @@ class CapturedPhase:
         for key, ranges in capture.absent.items():
             self._absent.setdefault(key, []).extend(ranges)
         for i in self._phase.written:
-            if i not in capture.in_place:
-                inputs[i].copy_(capture.inputs[i])
+            if i in capture.copied:
+                inputs[i].copy_(capture.copied[i])
         outputs = [*capture.outputs]
         for i, copy in capture.leaving.copies():
             outputs[i] = copy
         for i, position in self._phase.given.items():
             outputs[i] = inputs[position]
-        for i in capture.saved:
-            outputs[i] = outputs[i].detach()
+        for i, one in capture.saved.items():
+            outputs[i] = one.detach()
         if self._phase.num_outputs < len(outputs):
-            self._captures.hold(outputs[i] for i in capture.saved)
+            self._captures.hold(capture.saved.values())
         return outputs
 
 
@@ -449,18 +450,21 @@ def _span(value: torch.Tensor) -> torch.Tensor:
     return value.as_strided((last + 1,), (1,))
 
 
-def _copy(targets: Sequence[Any], values: Sequence[Any], positions: Sequence[int]) -> None:
-    """Copy the values at some positions to the targets there, in one launch where possible."""
-    expanded = [i for i in positions if 0 in targets[i].stride()]
-    for i in expanded:
-        if values[i].stride() != targets[i].stride():
+def _copy(targets: Mapping[int, torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy values to the targets of their positions, in one launch where possible."""
+    dense: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for i, target in targets.items():
+        if 0 not in target.stride():
+            dense.append((target, values[i]))
+            continue
+        if values[i].stride() != target.stride():
             raise FSDPStateError(
-                f"options={{'cuda_graphs': True}}: expected strides {targets[i].stride()}, as at "
-                f"the capture, got {values[i].stride()}. Leave the option out."
+                f"options={{'cuda_graphs': True}}: expected strides {target.stride()}, as at the "
+                f"capture, got {values[i].stride()}. Leave the option out."
             )
-        _span(targets[i]).copy_(_span(values[i]))
-    if others := [i for i in positions if i not in expanded]:
-        torch._foreach_copy_([targets[i] for i in others], [values[i] for i in others])
+        _span(target).copy_(_span(values[i]))
+    if dense:
+        torch._foreach_copy_([target for target, _ in dense], [value for _, value in dense])
 
 
 __all__ = ["CapturedPhase", "Captures", "Phase", "phase_of"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.gather_plan import decode
+from fsdp_dynamo.comm.group_state import group_named
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.graph_mode import graph_recording
@@ -247,7 +248,7 @@ class GraphOperators(HostCopies):
 
 def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
     """Return the group of this name. A fingerprint: require that all ranks run this graph."""
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    group = group_named(name)
     if fingerprint:
         require_agreement(group, fingerprint)
     return group

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_dynamo.comm.collectives import transport_of
-from fsdp_dynamo.comm.group_state import state_of
+from fsdp_dynamo.comm.group_state import group_named, state_of
 from fsdp_dynamo.comm.process_groups import node_ranks_of
 from fsdp_dynamo.graph_mode import calibration
 from fsdp_dynamo.graph_mode.compile_cache import SharedPlans
@@ -145,7 +145,7 @@ def planner_for(
     cost = CostModel()
     names, formats, marks = collectives_of(gm)
     if names:
-        group = _resolve(names[0])
+        group = group_named(names[0])
         text = f"{options.text()}, formats of collectives: {' '.join(formats) or 'none'}"
         agreed = state_of(group, _AgreedOptions)
         if text not in agreed:
@@ -167,24 +167,24 @@ def _cost_model(
     """Return the cost model: rates as given or measured. Groups of the same ranks share a link."""
     distinct: dict[tuple[int, ...], str] = {}
     for name in names:
-        distinct.setdefault(tuple(dist.get_process_group_ranks(_resolve(name))), name)
+        distinct.setdefault(tuple(dist.get_process_group_ranks(group_named(name))), name)
     firsts = list(distinct.values())
     given = options.link is not None and options.device is not None
-    groups = [_resolve(name) for name in firsts]
+    groups = [group_named(name) for name in firsts]
     rates = None if given else _measured_for(groups, device)
     links: dict[str, Link] = {}
     for name in names:
-        first = distinct[tuple(dist.get_process_group_ranks(_resolve(name)))]
+        first = distinct[tuple(dist.get_process_group_ranks(group_named(name)))]
         link = options.link or Link(**rates[firsts.index(first)]["link"])  # type: ignore[index]
-        is_ring = transport_of(_resolve(name), device) == "library"
-        node_ranks = node_ranks_of(_resolve(name)) if is_ring else link.node_ranks
+        is_ring = transport_of(group_named(name), device) == "library"
+        node_ranks = node_ranks_of(group_named(name)) if is_ring else link.node_ranks
         links[name] = replace(link, name=first, node_ranks=node_ranks)
     computes = options.device
     if computes is None:
         assert rates is not None  # measured
         of_formats: dict[str, Any] = _measured_formats_for(groups, rates, device, formats)
         computes = Device(**rates[0]["device"], **of_formats)
-    apart = any(transport_of(_resolve(name), device) != "library" for name in names)
+    apart = any(transport_of(group_named(name), device) != "library" for name in names)
     return CostModel(computes, links[names[0]], links, apart)
 
 
@@ -235,8 +235,3 @@ def _ranks_of(groups: Sequence[dist.ProcessGroup]) -> tuple[tuple[int, ...], ...
 def _device_of(gm: fx.GraphModule) -> torch.device:
     device: torch.device = next(unshard_nodes(gm)).meta["example_value"].device
     return device
-
-
-def _resolve(name: str) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
-    return group

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from fsdp_dynamo.comm.group_state import state_of
+from fsdp_dynamo.comm.group_state import group_named, state_of
 from fsdp_dynamo.errors import DivergenceError, with_section
 from fsdp_dynamo.health.collective_order import GRAPHS
 from fsdp_dynamo.health.comparison import first_difference, texts_if_different
@@ -63,8 +63,7 @@ def _require_same_graph(fingerprint: str) -> None:
 def _resolve(entry: str) -> tuple[str, dist.ProcessGroup]:
     """Split an entry into its fields and its group; the group's name is local to a rank."""
     fields, _, name = entry.rpartition(" ")
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
-    return fields, group
+    return fields, group_named(name)
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

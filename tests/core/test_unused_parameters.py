@@ -116,16 +116,20 @@ def test_as_under_ddp(
     assert losses == pytest.approx(expected_losses, rel=1e-5)
 
 
+def _sharded_model() -> Any:
+    torch.manual_seed(0)
+    model = _Model()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("has_zeros", [False, True])
 @on_ranks(2)
 def test_the_host_waits_once_or_never(rank: int, mode: str, has_zeros: bool) -> None:
     """For all units at the end of a backward, to learn whether a rank had a gradient."""
-    torch.manual_seed(0)
-    model: Any = _Model()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = _sharded_model()
     model.set_reduce_scatter_unused_params(has_zeros)
     model.choose(0, uses_gate=rank == 1)
     run = in_mode(model, mode)
@@ -175,11 +179,7 @@ def test_whole_gradients_and_hooks(rank: int, mode: str) -> None:
 @on_ranks(2)
 def test_hooks_run_in_one_order_on_all_ranks(rank: int) -> None:
     """They may call collectives: also for a parameter that only one rank has used."""
-    torch.manual_seed(0)
-    model: Any = _Model()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = _sharded_model()
     model.choose(0, uses_gate=rank == 1)
     norms: dict[str, float] = {}
 
@@ -198,11 +198,7 @@ def test_hooks_run_in_one_order_on_all_ranks(rank: int) -> None:
 @on_ranks(2)
 def test_a_backward_that_sums_before_the_last_is_decided(rank: int) -> None:
     """What another rank has used joins the sum that a later backward has begun."""
-    torch.manual_seed(0)
-    model: Any = _Model()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = _sharded_model()
     found = []
     for is_last in (True, False):
         model.zero_grad()

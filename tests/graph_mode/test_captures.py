@@ -54,6 +54,19 @@ def _train(step: Any, model: FSDP, rank: int, steps: int = 6) -> tuple[list[Any]
     return [float(loss) for loss in losses], whole_gradients(model)
 
 
+def _same_with_captures(make: Callable[[], FSDP], train: Callable[[FSDP, Any], object]) -> StandIn:
+    """Require that ``train`` returns bitwise the same with captures; return those."""
+    found = []
+    for captured in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make()
+        with captures_on_cpu() as stand_in:
+            found.append(train(model, _captured(model) if captured else in_mode(model, "graph")))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    return stand_in
+
+
 def _check(stand_in: StandIn, phases: int, replays: int) -> None:
     """A device could replay what was captured."""
     assert [len(stand_in.captured), len(stand_in.replayed)] == [phases, replays]
@@ -141,19 +154,16 @@ _PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], int, int]] = {
 def test_programs(rank: int, name: str) -> None:
     """Gradients of several steps, as without captures, whatever forwards wait for a backward."""
     program, phases, replays = _PROGRAMS[name]
-    found = []
-    for captured in (False, True):
-        model = _model()
-        with captures_on_cpu() as stand_in:
-            step = _captured(model) if captured else in_mode(model, "graph")
-            each = []
-            for number in range(5):
-                model.zero_grad()
-                program(step, rank, number)
-                each.append(whole_gradients(model))
-        found.append(each)
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    _check(stand_in, phases, replays)
+
+    def train(model: FSDP, step: Any) -> list[Any]:
+        each = []
+        for number in range(5):
+            model.zero_grad()
+            program(step, rank, number)
+            each.append(whole_gradients(model))
+        return each
+
+    _check(_same_with_captures(_model, train), phases, replays)
 
 
 @on_ranks(2)
@@ -218,33 +228,154 @@ def test_unused_parameters_stay_without_gradients(rank: int) -> None:
 @on_ranks(2)
 def test_gradients_that_wait_for_a_reduction(rank: int) -> None:
     """Two graphs, each with captures of its own: with and without reductions."""
-    found = []
-    for captured in (False, True):
-        model = _model()
-        with captures_on_cpu() as stand_in:
-            step = _captured(model) if captured else in_mode(model, "graph")
-            for number in range(5):
-                model.zero_grad()
-                with model.no_sync():
-                    classification_loss(step, examples(rank, number)).backward()
-                classification_loss(step, examples(rank, number + 100)).backward()
-        found.append(whole_gradients(model))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    _check(stand_in, 4, 12)
+
+    def train(model: FSDP, step: Any) -> dict[str, torch.Tensor]:
+        for number in range(5):
+            model.zero_grad()
+            with model.no_sync():
+                classification_loss(step, examples(rank, number)).backward()
+            classification_loss(step, examples(rank, number + 100)).backward()
+        return whole_gradients(model)
+
+    _check(_same_with_captures(_model, train), 4, 12)
 
 
 @on_ranks(2)
 def test_shards_that_move_are_captured_anew(rank: int) -> None:
-    found = []
-    for captured in (False, True):
-        model = _model()
-        with captures_on_cpu() as stand_in:
-            step = _captured(model) if captured else in_mode(model, "graph")
-            losses = _train(step, model, rank, 4)
-            model.half().float()
-            found.append([losses, _train(step, model, rank, 4)])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    assert len(stand_in.captured) == 4
+
+    def train(model: FSDP, step: Any) -> list[Any]:
+        before = _train(step, model, rank, 4)
+        model.half().float()
+        return [before, _train(step, model, rank, 4)]
+
+    assert len(_same_with_captures(_model, train).captured) == 4
+
+
+class _WithIgnored(nn.Module):
+    """A layer that no unit manages, and a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored, self.unit = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unit(torch.tanh(self.ignored(x)))  # type: ignore[no-any-return]
+
+
+def _with_ignored() -> FSDP:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = _WithIgnored()
+    return shard(plain, ignored_modules=[plain.ignored])
+
+
+@on_ranks(2)
+def test_parameters_whose_data_is_replaced(rank: int) -> None:
+    """The object stays, the address does not."""
+
+    def train(model: FSDP, step: Any) -> list[float]:
+        losses = []
+        for number in range(7):
+            weight = model.module.ignored.weight
+            if number == 4:
+                weight.data = weight.data * 2
+            losses.append(classification_loss(step, examples(rank, number)))
+            losses[-1].backward()
+        return [loss.item() for loss in losses]
+
+    _check(_same_with_captures(_with_ignored, train), 4, 10)
+
+
+class _Saved(torch.autograd.Function):
+    """Sum of sines; the gradient is computed in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.cos())
+        return x.sin().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return ctx.saved_tensors[0]  # type: ignore[no-any-return]
+
+
+class _ComputesGradient(nn.Module):
+    """The gradient of its input is a saved tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.detach()) + _Saved.apply(x)
+
+
+@on_ranks(2)
+def test_gradients_that_are_saved_tensors(rank: int) -> None:
+    """They are copied, since the next forward overwrites what it saved."""
+
+    def train(model: FSDP, step: Any) -> list[torch.Tensor | None]:
+        inputs = [examples(rank, number)[0].requires_grad_() for number in range(5)]
+        for x in inputs:
+            step(x).sum().backward()
+        return [x.grad for x in inputs]
+
+    _check(_same_with_captures(lambda: FSDP(_ComputesGradient()), train), 2, 6)
+
+
+@on_ranks(2)
+def test_a_late_backward_after_a_new_capture(rank: int) -> None:
+    model = _model()
+    with captures_on_cpu():
+        step = _captured(model)
+        for number in range(3):
+            late = classification_loss(step, examples(rank, number))
+        for number in range(3, 5):
+            classification_loss(step, examples(rank, number)).backward()
+        model.double().float()
+        classification_loss(step, examples(rank, 5)).backward()
+        with pytest.raises(FSDPStateError, match="before forward 6, got it afterwards"):
+            late.backward()
+
+
+@on_ranks(2)
+def test_outputs_that_share_memory(rank: int) -> None:
+    """Their copies share it, too, and keep their strides."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            h = self.layer(x)
+            return h, h[:, 3:], (2 * h)[:, :3]
+
+    torch._dynamo.reset()
+    model = FSDP(Pair())
+    with captures_on_cpu() as stand_in, torch.no_grad():
+        step = _captured(model)
+        for number in range(5):
+            whole, part, other = step(examples(rank, number)[0])
+            assert part.stride() == other.stride() == (6, 1)
+            whole.zero_()
+            assert not part.any()
+            assert other.all()
+    _check(stand_in, 1, 3)
+
+
+@on_ranks(2)
+def test_graphs_that_train_nothing(rank: int) -> None:
+    """Only the input gets a gradient: each phase is warmed up, and captured."""
+
+    def train(model: FSDP, step: Any) -> list[torch.Tensor | None]:
+        model.requires_grad_(False)
+        inputs = [examples(rank, number)[0].requires_grad_() for number in range(5)]
+        for x in inputs:
+            step(x).sum().backward()
+        return [x.grad for x in inputs]
+
+    _check(_same_with_captures(_model, train), 2, 6)
 
 
 @on_ranks(2)
@@ -291,10 +422,11 @@ def _int8() -> FSDP:
     return _model(collective_precision=precision)
 
 
-_REFUSED: dict[str, tuple[Callable[[], FSDP], str]] = {
-    "stochastic rounding": (_int8, "stochastic rounding draws its noise on the host"),
-    "a condition": (partial(_model, _Condition), "cond reads values on the host"),
-    "a read": (partial(_model, _Read), "reads values on the host"),
+_REFUSED: dict[str, tuple[Callable[[], FSDP], str, int]] = {
+    # with the number of captured phases
+    "stochastic rounding": (_int8, "stochastic rounding draws its noise on the host", 1),
+    "a condition": (partial(_model, _Condition), "cond reads values on the host", 0),
+    "a read": (partial(_model, _Read), "reads values on the host", 0),
 }
 
 
@@ -302,13 +434,13 @@ _REFUSED: dict[str, tuple[Callable[[], FSDP], str]] = {
 @on_ranks(2)
 def test_what_is_not_captured(rank: int, name: str) -> None:
     """It runs as without the option, and a warning says why."""
-    make, reason = _REFUSED[name]
+    make, reason, phases = _REFUSED[name]
     model = make()
     expected = _train(in_mode(model, "graph"), model, rank, 4)[0]
     model = make()
     with captures_on_cpu() as stand_in, pytest.warns(UserWarning, match=reason):
         assert _train(_captured(model), model, rank, 4)[0] == expected
-    assert len(stand_in.captured) < 2
+    assert len(stand_in.captured) == phases
 
 
 @pytest.mark.parametrize(
